@@ -1,0 +1,14 @@
+"""AttnRes full (Kimi), 533M parameters.
+
+    python -m deltares_jax.train --config=configs/533m_attnres_full.py
+
+Hardware: one host of 8 accelerators.
+Tokens: 10 000 updates of 32 x 2048 = 66 k, 655 M in all, of FineWeb-Edu (sample-10BT), Qwen3 tokenizer.
+Expected: validation perplexity 31.68, as published in arXiv 2605.18855.
+"""
+
+from deltares_jax.config import ConfigDict, paper
+
+
+def get_config() -> ConfigDict:
+    return paper("533m", "attnres_full")

@@ -1,0 +1,92 @@
+"""What all commands share: flags, errors as one line, exit codes."""
+
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags, logging
+from ml_collections import config_flags
+
+from deltares_jax import config as config_lib
+from deltares_jax import config_checks
+from deltares_jax.training.signals import Stop
+
+BAD_INPUT = 2
+
+
+def define_config_flag() -> None:
+    """Defines --config and its overrides --config.a.b=value."""
+    config_flags.DEFINE_config_file("config", None, "Recipe, for example configs/debug.py.")
+
+
+def recipe_path() -> str:
+    """The path that --config was given."""
+    flag: Any = flags.FLAGS["config"]
+    return flag.config_filename
+
+
+def _check_overrides(argv: list[str]) -> None:
+    """Refuses unknown keys with the nearest known one; absl's own message would name none."""
+    known = config_lib.flatten(config_lib.default())
+    for argument in argv[1:]:
+        name = argument.lstrip("-").split("=", 1)[0]
+        if argument.startswith("-") and name.startswith("config."):
+            key = name.removeprefix("config.")
+            if key not in known:
+                raise ValueError(f"unknown config key {key}{config_checks.nearest(key, known)}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).strip("'\"").splitlines() if line.strip()]
+    return " ".join(lines) or type(error).__name__
+
+
+def _parse(argv: list[str]) -> None:
+    _check_overrides(argv)
+    config_path = [a.split("=", 1)[1] for a in argv if a.startswith(("--config=", "-config="))]
+    for path in config_path:
+        if not pathlib.Path(path).is_file():
+            raise ValueError(f"--config={path}: no such file; recipes are under configs/")
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.UnrecognizedFlagError as error:
+        known = [*flags.FLAGS, *(f"config.{k}" for k in config_lib.flatten(config_lib.default()))]
+        hint = config_checks.nearest(error.flagname, known)
+        raise ValueError(f"unknown flag --{error.flagname}{hint}; see --help") from None
+    except flags.Error as error:
+        raise ValueError(_first_line(error)) from None
+    except Exception as error:  # whatever the recipe raised
+        name = type(error).__name__
+        raise ValueError(f"--config={config_path[0]}: {name}: {_first_line(error)}") from error
+    if len(rest) > 1:
+        raise ValueError(f"unexpected argument {rest[1]!r}; flags have the form --name=value")
+
+
+def run(main: Callable[[], int | None], doc: str) -> None:
+    """Parses the flags, runs `main` and exits with its code.
+
+    A `ValueError`, the error of all bad input, becomes one line on stderr; with the environment
+    variable DELTARES_JAX_TRACEBACK its traceback is printed before it.
+    """
+    if any(a in ("-h", "-help", "--help", "--helpfull") for a in sys.argv[1:]):
+        own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+        lines = [f"  --{f.name}: {f.help} (default: {f.value!r})" for f in own]
+        print(doc.strip(), "", "flags:", *lines, sep="\n")
+        sys.exit(0)
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.WARNING)
+    try:
+        _parse(sys.argv)
+        code = main() or 0
+    except Stop as stop:
+        print(f"error: {stop}" if stop.code < 128 else str(stop), file=sys.stderr)
+        code = stop.code
+    except ValueError as error:
+        if os.environ.get("DELTARES_JAX_TRACEBACK"):
+            traceback.print_exc()
+        print(f"error: {_first_line(error)}", file=sys.stderr)
+        code = BAD_INPUT
+    sys.exit(code)

@@ -1,0 +1,258 @@
+"""Configuration: the defaults, the paper's recipe, all checks, and what a resumed run may change.
+
+Free of jax, so that bad input is refused before a device starts. A recipe under configs/ changes
+what `default()` or `paper()` returns; `resolve()` checks it once and freezes it.
+"""
+
+import itertools
+import os
+import pathlib
+from typing import Any
+
+from ml_collections.config_dict.config_dict import ConfigDict, FrozenConfigDict
+
+from deltares_jax import config_checks
+from deltares_jax.models import sizes, variants
+
+
+def cache_folder() -> pathlib.Path:
+    """The user's cache folder for prepared data and compiled programs."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(home).expanduser() / "deltares_jax"
+
+
+def default() -> ConfigDict:
+    """Every key there is, with its type and a default that trains on a laptop.
+
+    Lengths are in tokens, batch sizes in sequences over all devices, cadences in steps.
+    """
+    config = ConfigDict()
+    config.model = ConfigDict(
+        {
+            "vocab_size": 257,
+            "width": 128,
+            "num_layers": 4,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 32,
+            "mlp_width": 512,
+            "tied": True,  # the head is the embedding
+            "rope_theta": 10000.0,
+            "norm_eps": 1e-6,
+            "dtype": "float32",  # of compute; parameters and moments are float32 or wider
+            "remat": "none",  # what the backward pass keeps: see depth.REMAT_POLICIES
+            "scan": "auto",  # the form of the depth loop
+            "attention": "auto",
+            "residual": {
+                "variant": "delta_block",
+                "num_blocks": 2,
+                "gate": "none",
+                "null_source": False,
+                "centered": False,
+            },
+        }
+    )
+    config.data = ConfigDict(
+        {
+            "source": "py_stdlib",
+            "dir": "",  # empty: the user's cache folder
+            "tokenizer": "byte",
+            "seq_len": 128,
+        }
+    )
+    config.train = ConfigDict(
+        {
+            "steps": 300,
+            "batch_size": 8,
+            "accumulation": 1,  # micro-batches per update
+            "log_every": 1,
+            "seed": 0,
+            "profile_steps": "",  # "10:15" traces steps 10 to 15
+            "compile_cache": "auto",  # a folder, `auto` for the user's cache folder, `off`
+        }
+    )
+    config.optim = ConfigDict(
+        {
+            "learning_rate": 1e-3,  # the peak
+            "final_learning_rate": 1e-4,
+            "warmup_steps": 30,
+            "schedule": "cosine",
+            "cooldown_steps": 0,  # of wsd: the last steps, down to the final rate
+            "weight_decay": 0.1,
+            "decay": "matrices",
+            "b1": 0.9,
+            "b2": 0.95,
+            "eps": 1e-8,
+            "clip_norm": 1.0,  # of the global norm; 0 is off
+            "z_loss": 0.0,
+        }
+    )
+    config.eval = ConfigDict(
+        {
+            "every": 100,  # 0 is off
+            "rows": 64,  # the first of the validation split, the same each time
+            "batch_size": 8,
+        }
+    )
+    config.checkpoint = ConfigDict(
+        {
+            "every": 100,  # 0: only the last step
+            "keep": 2,
+        }
+    )
+    config.metrics = ConfigDict({"tensorboard": True, "wandb": False})
+    config.mesh = ConfigDict({"replica": 1, "data": 1, "fsdp": -1, "tensor": 1})  # -1: the rest
+    return config.lock()
+
+
+def paper(size: str, variant: str, num_blocks: int = 4) -> ConfigDict:
+    """The pretraining recipe of "Delta Attention Residuals" (section 4 and appendix).
+
+    Args:
+      size: a name in `sizes.SIZES`.
+      variant: a name in `variants.VARIANTS`.
+      num_blocks: blocks, for the variants that have them.
+    """
+    config = default()
+    config.model.update(sizes.SIZES[size])
+    config.model.vocab_size = 151936
+    config.model.dtype = "bfloat16"
+    config.model.remat = "full"
+    config.model.residual.variant = variant
+    config.model.residual.num_blocks = num_blocks
+    config.data.update(
+        {
+            "source": "fineweb_edu/sample-10BT",
+            "tokenizer": "Qwen/Qwen3-0.6B",
+            "seq_len": 2048,
+        }
+    )
+    large = size == "7b"
+    config.train.update({"steps": 10_000, "batch_size": 64 if large else 32})
+    config.optim.update(
+        {
+            "learning_rate": 3e-4 if large else 6e-4,
+            "final_learning_rate": 3e-5 if large else 6e-5,
+            "warmup_steps": 500 if large else 1000,
+        }
+    )
+    config.eval.update({"every": 500, "rows": 512, "batch_size": 64 if large else 32})
+    config.checkpoint.update({"every": 500, "keep": 3})
+    return config
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value} of a nested config."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict | dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def from_dict(values: dict[str, Any]) -> ConfigDict:
+    """A config from the nested dict that `config.json` holds.
+
+    Raises:
+      ValueError: a key is unknown or missing.
+    """
+    config, flat = default(), flatten(values)
+    config_checks.known_keys(flat, flatten(config))
+    for key, value in flat.items():
+        config_checks.has_type(key, value, flatten(config)[key])
+    config.update(values)
+    return config
+
+
+def resolve(config: ConfigDict) -> FrozenConfigDict:
+    """Checks everything that needs no device and freezes the config.
+
+    Raises:
+      ValueError: names the key, the value and the rule that it breaks.
+    """
+    flat, reference = flatten(config), flatten(default())
+    config_checks.known_keys(flat, reference)
+    for key, value in flat.items():
+        config_checks.has_type(key, value, reference[key])
+    config_checks.values(flat)
+    config_checks.combinations(flat)
+    return FrozenConfigDict(config)
+
+
+def notes(config: FrozenConfigDict) -> list[str]:
+    """What start-up should say about the config: options without effect, readers without choice."""
+    residual, lines = config.model.residual, []
+    row = variants.VARIANTS[residual.variant]
+    if row.grows != "block":
+        lines.append(f"model.residual.num_blocks has no effect on {residual.variant}")
+        return lines
+    lengths = variants.block_lengths(residual.variant, config.model.num_layers, residual.num_blocks)
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    spans = ", ".join(f"{a}-{b - 1}" for a, b in itertools.pairwise(ends))
+    asked = f" ({residual.num_blocks} asked for)" if len(lengths) < residual.num_blocks else ""
+    lines.append(f"{len(lengths)} blocks{asked}: layers {spans}")
+    if len(lengths) == 1 and row.routing == "add" and not residual.null_source:
+        lines.append(
+            "warning: with one block every reader has one source at most, so its weight is 1 and "
+            "the queries never learn; use model.residual.num_blocks >= 2"
+        )
+    return lines
+
+
+# What a resumed run may change, by the longest matching prefix: `fixed` is refused, `free` is
+# logged, `upwards` may only grow.
+RESUME = {
+    "model": "fixed",
+    "model.remat": "free",
+    "model.scan": "free",
+    "model.attention": "free",
+    "model.dtype": "free",
+    "data": "fixed",
+    "data.dir": "free",
+    "train.steps": "upwards",
+    "train.batch_size": "free",
+    "train.accumulation": "free",
+    "train.log_every": "free",
+    "train.seed": "fixed",
+    "train.profile_steps": "free",
+    "train.compile_cache": "free",
+    "optim": "fixed",
+    "eval": "free",
+    "checkpoint": "free",
+    "metrics": "free",
+    "mesh": "free",
+}
+
+
+def resume_rule(key: str) -> str:
+    """The rule of RESUME for a dotted key."""
+    parts = key.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next(RESUME[prefix] for prefix in prefixes if prefix in RESUME)
+
+
+def changed_on_resume(saved: dict[str, Any], config: FrozenConfigDict) -> list[str]:
+    """Lines `key: old → new` of what a resumed run changes.
+
+    Raises:
+      ValueError: a change is not allowed; lists every such key with both values.
+    """
+    old, new = flatten(saved), flatten(config)
+    allowed: list[str] = []
+    refused: list[str] = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key, "absent"), new.get(key, "absent")
+        if before == after:
+            continue
+        rule = resume_rule(key)
+        wide = key == "model.dtype" and "float64" in (before, after)  # another dtype on disk
+        bad = rule == "fixed" or (rule == "upwards" and after < before) or wide
+        (refused if bad else allowed).append(f"{key}: {before} → {after}")
+    if refused:
+        raise ValueError(
+            f"this run cannot be resumed with {'; '.join(refused)} (saved → asked); "
+            "use another --workdir, or the saved values"
+        )
+    return allowed

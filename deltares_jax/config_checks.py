@@ -1,0 +1,214 @@
+"""The rules that a config must follow, one place for all of them. Free of jax.
+
+Each check raises one `ValueError` that names the key, the value and the rule.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from deltares_jax.models import variants
+
+Flat = dict[str, Any]
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("bfloat16", "float32", "float64"),
+    "model.remat": ("none", "full", "save_attention", "save_projections"),
+    "model.scan": ("auto", "blocks", "unrolled"),
+    "model.attention": ("auto", "reference"),
+    "model.residual.variant": tuple(variants.VARIANTS),
+    "model.residual.gate": ("none", "scalar", "alpha"),
+    "optim.schedule": ("cosine", "linear", "constant", "wsd"),
+    "optim.decay": ("matrices", "all"),
+}
+
+# Smallest allowed value; numbers that are not listed may be anything finite.
+AT_LEAST: dict[str, float] = {
+    "model.vocab_size": 2,
+    "model.width": 1,
+    "model.num_layers": 1,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 2,
+    "model.mlp_width": 1,
+    "model.norm_eps": 0,
+    "model.residual.num_blocks": 1,
+    "data.seq_len": 1,
+    "train.steps": 1,
+    "train.batch_size": 1,
+    "train.accumulation": 1,
+    "train.log_every": 1,
+    "train.seed": 0,
+    "optim.learning_rate": 0,
+    "optim.final_learning_rate": 0,
+    "optim.warmup_steps": 0,
+    "optim.cooldown_steps": 0,
+    "optim.weight_decay": 0,
+    "optim.b1": 0,
+    "optim.b2": 0,
+    "optim.clip_norm": 0,
+    "optim.z_loss": 0,
+    "eval.every": 0,
+    "eval.rows": 1,
+    "eval.batch_size": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+}
+
+_BELOW_ONE = ("optim.b1", "optim.b2")
+_ABOVE_ZERO = ("model.rope_theta", "optim.eps")
+_SEED_LIMIT = 2**32
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)`, or nothing where no known word is near."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, 1, 0.6)
+    if not close:  # a key in the wrong section
+        last = {key.rsplit(".", 1)[-1]: key for key in known}
+        close = [last[n] for n in difflib.get_close_matches(word.rsplit(".", 1)[-1], last, 1, 0.8)]
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def known_keys(flat: Flat, reference: Flat) -> None:
+    """Refuses unknown and missing keys."""
+    for key in flat:
+        if key not in reference:
+            raise ValueError(f"unknown config key {key}{nearest(key, reference)}")
+    for key in reference:
+        if key not in flat:
+            raise ValueError(f"config key {key} is missing")
+
+
+def has_type(key: str, value: Any, reference: Any) -> None:
+    """Refuses a value of another type than the default's; an int serves as a float."""
+    kind = type(reference)
+    if type(value) is kind or (kind is float and type(value) is int):
+        return
+    raise ValueError(f"{key}={value!r} must be of type {kind.__name__}, as {reference!r} is")
+
+
+def values(flat: Flat) -> None:
+    """Checks each key for itself: choices, ranges, finiteness, the mesh's axes."""
+    for key, value in flat.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key}={value} must be finite")
+        if key in CHOICES and value not in CHOICES[key]:
+            hint = nearest(value, CHOICES[key])
+            raise ValueError(f"{key}={value!r} must be one of {', '.join(CHOICES[key])}{hint}")
+        if key in AT_LEAST and value < AT_LEAST[key]:
+            raise ValueError(f"{key}={value} must be at least {AT_LEAST[key]}")
+        if key in _BELOW_ONE and value >= 1:
+            raise ValueError(f"{key}={value} must be below 1")
+        if key in _ABOVE_ZERO and value <= 0:
+            raise ValueError(f"{key}={value} must be above 0")
+        if key.startswith("mesh.") and value < 1 and value != -1:
+            raise ValueError(f"{key}={value} must be at least 1, or -1 for all remaining devices")
+    if flat["train.seed"] >= _SEED_LIMIT:
+        raise ValueError(f"train.seed={flat['train.seed']} must be below {_SEED_LIMIT}")
+
+
+def combinations(flat: Flat) -> None:
+    """Checks what several keys must agree on."""
+    _shape(flat)
+    _residual(flat)
+    _batch(flat)
+    _schedule(flat)
+    rest = [key for key in flat if key.startswith("mesh.") and flat[key] == -1]
+    if len(rest) > 1:
+        raise ValueError(f"{' and '.join(rest)} are -1; one axis at most may take the rest")
+    parse_profile_steps(flat["train.profile_steps"], flat["train.steps"])
+
+
+def _shape(flat: Flat) -> None:
+    heads, kv_heads = flat["model.num_heads"], flat["model.num_kv_heads"]
+    if heads % kv_heads:
+        raise ValueError(
+            f"model.num_heads={heads} must be a multiple of model.num_kv_heads={kv_heads}"
+        )
+    if flat["model.head_dim"] % 2:
+        raise ValueError(f"model.head_dim={flat['model.head_dim']} must be even for RoPE")
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _residual(flat: Flat) -> None:
+    name, blocks = flat["model.residual.variant"], flat["model.residual.num_blocks"]
+    row, layers = variants.VARIANTS[name], flat["model.num_layers"]
+    if row.grows == "block" and row.ragged and blocks > layers:
+        raise ValueError(
+            f"model.residual.num_blocks={blocks} must not exceed model.num_layers={layers}"
+        )
+    if row.grows == "block" and not row.ragged and layers % blocks:
+        near = sorted(_divisors(layers), key=lambda n: (abs(n - blocks), n))[:2]
+        raise ValueError(
+            f"model.residual.num_blocks={blocks} must divide model.num_layers={layers}; "
+            f"nearest valid: {' or '.join(map(str, sorted(near)))}"
+        )
+    gate, centered = flat["model.residual.gate"], flat["model.residual.centered"]
+    null_source = flat["model.residual.null_source"]
+    switched = {"gate": gate != "none", "null_source": null_source, "centered": centered}
+    for option, on in switched.items():
+        if on and option not in row.options:
+            takers = ", ".join(n for n, r in variants.VARIANTS.items() if option in r.options)
+            raise ValueError(
+                f"model.residual.{option}={flat[f'model.residual.{option}']} is not defined for "
+                f"{name}; it goes with {takers}"
+            )
+    if centered and gate == "alpha":
+        raise ValueError(
+            "model.residual.centered=True with model.residual.gate=alpha never trains: the "
+            "gradients of both are 0 at the start; use gate=none or gate=scalar"
+        )
+    if null_source and flat["model.norm_eps"] == 0:
+        raise ValueError(
+            "model.norm_eps=0 cannot normalise model.residual.null_source=True, which starts at 0"
+        )
+
+
+def _batch(flat: Flat) -> None:
+    batch, parts = flat["train.batch_size"], flat["train.accumulation"]
+    if batch % parts:
+        raise ValueError(
+            f"train.batch_size={batch} (sequences per update) must be a multiple of "
+            f"train.accumulation={parts} (micro-batches); {batch} / {parts} is not whole"
+        )
+
+
+def _schedule(flat: Flat) -> None:
+    steps, warmup = flat["train.steps"], flat["optim.warmup_steps"]
+    cooldown, schedule = flat["optim.cooldown_steps"], flat["optim.schedule"]
+    peak, final = flat["optim.learning_rate"], flat["optim.final_learning_rate"]
+    if schedule != "constant" and warmup >= steps:
+        raise ValueError(
+            f"optim.warmup_steps={warmup} must be below train.steps={steps}, "
+            f"else {schedule} never decays"
+        )
+    if schedule == "wsd" and (cooldown < 1 or warmup + cooldown > steps):
+        raise ValueError(
+            f"optim.cooldown_steps={cooldown} must be from 1 to train.steps - optim.warmup_steps "
+            f"= {steps - warmup} for optim.schedule=wsd"
+        )
+    if schedule != "wsd" and cooldown:
+        raise ValueError(f"optim.cooldown_steps={cooldown} goes with optim.schedule=wsd alone")
+    if final > peak:
+        raise ValueError(
+            f"optim.final_learning_rate={final} must not exceed optim.learning_rate={peak}"
+        )
+
+
+def parse_profile_steps(text: str, steps: int) -> tuple[int, int] | None:
+    """`"10:15"` as (10, 15), the first and last step of the trace; None when empty."""
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]) <= steps:
+        raise ValueError(
+            f"train.profile_steps={text!r} must be FIRST:LAST with "
+            f"1 <= FIRST <= LAST <= train.steps={steps}"
+        )
+    return int(match[1]), int(match[2])

@@ -1,0 +1,1 @@
+"""Documents, tokens, prepared data sets and the rows that a model reads."""

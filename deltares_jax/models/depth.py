@@ -1,0 +1,187 @@
+"""The depth loop: layers inside blocks, in several forms over the same parameters.
+
+Parameters are stacked as [L, …] in every variant and form; the [N, L/N, …] view that the scan over
+blocks wants is made here, so a change of variant, block count or form converts nothing.
+
+B batch, T sequence, D width, L layers, N blocks, S source slots.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from ml_collections.config_dict.config_dict import FrozenConfigDict
+
+from deltares_jax.models import residual, variants
+from deltares_jax.models.layers import MLP, Attention, Context, RMSNorm
+
+Params = Any
+Weights = tuple[jax.Array | None, jax.Array | None] | None
+
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "save_attention": jax.checkpoint_policies.save_only_these_names("attention"),
+    "save_projections": jax.checkpoint_policies.save_only_these_names("projection", "attention"),
+}
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention and MLP, each reading through the residual seam.
+
+    Scanned over the layers of a block; returns the part of the state that changes, and the routing
+    weights of its two readers where `capture` asks for them.
+    """
+
+    config: FrozenConfigDict
+    per_block: int
+    capture: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        moving: residual.State,
+        layer: Any,
+        block: Any,
+        fixed_SBTD: jax.Array | None,
+        context: Context,
+    ) -> tuple[residual.State, Weights]:
+        """The state after layer `layer` of block `block`."""
+        cfg = self.config
+        state, captured = moving, []
+        sublayers: tuple[tuple[str, Callable[[jax.Array], jax.Array]], ...] = (
+            ("attn", functools.partial(Attention(cfg, name="attn"), context=context)),
+            ("mlp", MLP(cfg, name="mlp")),
+        )
+        for sublayer, (name, function) in enumerate(sublayers):
+            site = residual.Site(block, layer, sublayer, self.per_block)
+            reader = residual.Reader(cfg, name=f"{name}_reader")
+            x_BTD, weights_SBT = reader(residual.join(state, fixed_SBTD), site)
+            y_BTD = function(RMSNorm(cfg.norm_eps, name=f"{name}_norm")(x_BTD))
+            y_BTD = nn.with_logical_constraint(y_BTD, ("batch", "length", "embed"))
+            state = residual.write(cfg, state, y_BTD, site)
+            captured.append(weights_SBT)
+        return state, (captured[0], captured[1]) if self.capture else None
+
+
+def _layer_class(config: FrozenConfigDict, in_scan: bool) -> Any:
+    if config.remat == "none":
+        return Layer
+    # Inside a scan CSE cannot undo the recomputation, and guarding against it costs fusions.
+    # Outside of one, the place in the depth stays static (arguments count from self).
+    static = () if in_scan else (2, 3)
+    policy = REMAT_POLICIES[config.remat]
+    return nn.remat(Layer, policy=policy, prevent_cse=not in_scan, static_argnums=static)
+
+
+class Block(nn.Module):
+    """A scan over the layers of one block; its sources are constants of the loop."""
+
+    config: FrozenConfigDict
+    per_block: int
+    length: int
+    capture: bool
+
+    @nn.compact
+    def __call__(
+        self, state: residual.State, block: Any, context: Context
+    ) -> tuple[residual.State, Weights]:
+        """The state after block `block`."""
+        moving, fixed_SBTD = residual.split(self.config, state)
+        layers = nn.scan(
+            _layer_class(self.config, in_scan=True),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            length=self.length,
+        )(self.config, self.per_block, self.capture, name="layers")
+        moving, weights = layers(moving, jnp.arange(self.length), block, fixed_SBTD, context)
+        closed = residual.join(moving, fixed_SBTD)
+        return residual.close_block(self.config, state, closed, block), weights
+
+
+def init_layers(key: jax.Array, config: FrozenConfigDict, *args: Any) -> Params:
+    """Initial parameters of all layers, stacked as [L, …]; equal for every form and mesh."""
+
+    def init_one(key: jax.Array) -> Params:
+        return Layer(config, config.num_layers, False).init(key, *args)["params"]
+
+    return jax.vmap(init_one)(jax.random.split(key, config.num_layers))
+
+
+def scan_blocks(
+    config: FrozenConfigDict,
+    params: Params,
+    state: residual.State,
+    context: Context,
+    capture: bool,
+) -> tuple[residual.State, Weights]:
+    """`nn.scan` over blocks that carries the sources, a scan over the block's layers inside."""
+    name, num_blocks = config.residual.variant, config.residual.num_blocks
+    per_block = variants.layers_per_block(name, config.num_layers, num_blocks)
+    full, tail = divmod(config.num_layers, per_block)
+    view = jax.tree.map(
+        lambda p: p[: full * per_block].reshape(full, per_block, *p.shape[1:]), params
+    )
+    blocks = nn.scan(
+        Block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(0, nn.broadcast),
+        length=full,
+    )(config, per_block, per_block, capture)
+    view = {"params": {"layers": view}}
+    state, weights = blocks.apply(view, state, jnp.arange(full), context)
+    weights = jax.tree.map(lambda w: w.reshape(full * per_block, *w.shape[2:]), weights)
+    if tail:
+        rest = {"params": {"layers": jax.tree.map(lambda p: p[full * per_block :], params)}}
+        last = Block(config, per_block, tail, capture)
+        state, last_weights = last.apply(rest, state, full, context)
+        weights = jax.tree.map(lambda *w: jnp.concatenate(w), weights, last_weights)
+    return state, weights
+
+
+def unrolled(
+    config: FrozenConfigDict,
+    params: Params,
+    state: residual.State,
+    context: Context,
+    capture: bool,
+) -> tuple[residual.State, Weights]:
+    """A Python loop over all layers: every reader's list of sources has its exact length."""
+    name, num_blocks = config.residual.variant, config.residual.num_blocks
+    per_block = variants.layers_per_block(name, config.num_layers, num_blocks)
+    lengths = variants.block_lengths(name, config.num_layers, num_blocks)
+    module = _layer_class(config, in_scan=False)(config, per_block, capture)
+    captured, number = [], 0
+    for block, length in enumerate(lengths):
+        opened = state
+        for layer in range(length):
+            layer_params = {"params": jax.tree.map(lambda p, i=number: p[i], params)}
+            moving, fixed_SBTD = residual.split(config, state)
+            moving, weights = module.apply(layer_params, moving, layer, block, fixed_SBTD, context)
+            state = residual.join(moving, fixed_SBTD)
+            captured.append(weights)
+            number += 1
+        state = residual.close_block(config, opened, state, block)
+    return state, jax.tree.map(lambda *w: jnp.stack(w), *captured)
+
+
+FORMS = {"blocks": scan_blocks, "unrolled": unrolled}
+
+
+def run(
+    config: FrozenConfigDict,
+    params: Params,
+    state: residual.State,
+    context: Context,
+    capture: bool,
+) -> tuple[residual.State, Weights]:
+    """Runs all layers by the form that `model.scan` names; `auto` is the scan over blocks.
+
+    Returns the last state and the captured weights, [L, S', B, T] for attention and MLP readers.
+    """
+    form = "blocks" if config.scan == "auto" else config.scan
+    return FORMS[form](config, params, state, context, capture)

@@ -1,0 +1,89 @@
+"""The sublayers of a Qwen3 decoder: RMSNorm, attention, MLP (arXiv 2505.09388).
+
+B batch, T sequence, D width, H query heads, K key/value heads, d head_dim, F MLP width.
+"""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from ml_collections.config_dict.config_dict import FrozenConfigDict
+
+from deltares_jax.models import attention
+from deltares_jax.models.routing_ops import statistics_dtype
+
+INIT = nn.initializers.normal(0.02)
+
+
+class Context(NamedTuple):
+    """What every layer reads besides the stream.
+
+    rotary: cosine and sine tables, [B, T, 1, d/2] each. segments_BT: document ids.
+    """
+
+    rotary: tuple[jax.Array, jax.Array]
+    segments_BT: jax.Array
+
+
+def weight(module: nn.Module, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """A projection's parameter, kept in float32 (or wider) and cast for the matmul."""
+    return module.param(name, INIT, shape, statistics_dtype(dtype)).astype(dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · gain over the last axis, in float32 or wider."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis of x; same shape and dtype."""
+        dtype = statistics_dtype(x.dtype)
+        gain = self.param("gain", nn.initializers.ones, (x.shape[-1],), dtype)
+        wide = x.astype(dtype)
+        square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (wide * lax.rsqrt(square + self.eps) * gain).astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RMSNorm over head_dim on queries and keys, then RoPE."""
+
+    config: FrozenConfigDict
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """The output [B, T, D] of a normed input."""
+        cfg = self.config
+        D, H, K, d = cfg.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        q_BTHd = jnp.einsum("btd,dhk->bthk", x_BTD, weight(self, "query", (D, H, d), cfg.dtype))
+        k_BTKd = jnp.einsum("btd,dhk->bthk", x_BTD, weight(self, "key", (D, K, d), cfg.dtype))
+        v_BTKd = jnp.einsum("btd,dhk->bthk", x_BTD, weight(self, "value", (D, K, d), cfg.dtype))
+        q_BTHd = RMSNorm(cfg.norm_eps, name="query_norm")(q_BTHd)
+        k_BTKd = RMSNorm(cfg.norm_eps, name="key_norm")(k_BTKd)
+        q_BTHd = checkpoint_name(attention.rotate(q_BTHd, context.rotary), "projection")
+        k_BTKd = checkpoint_name(attention.rotate(k_BTKd, context.rotary), "projection")
+        v_BTKd = checkpoint_name(v_BTKd, "projection")
+        out_BTHd = attention.attend(q_BTHd, k_BTKd, v_BTKd, context.segments_BT, cfg.attention)
+        out_BTHd = checkpoint_name(out_BTHd, "attention")
+        return jnp.einsum("bthk,hkd->btd", out_BTHd, weight(self, "out", (H, d, D), cfg.dtype))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    config: FrozenConfigDict
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """The output [B, T, D] of a normed input."""
+        cfg = self.config
+        D, F = cfg.width, cfg.mlp_width
+        gate_BTF = jnp.einsum("btd,df->btf", x_BTD, weight(self, "gate", (D, F), cfg.dtype))
+        up_BTF = jnp.einsum("btd,df->btf", x_BTD, weight(self, "up", (D, F), cfg.dtype))
+        gate_BTF = checkpoint_name(gate_BTF, "projection")
+        up_BTF = checkpoint_name(up_BTF, "projection")
+        down_FD = weight(self, "down", (F, D), cfg.dtype)
+        return jnp.einsum("btf,fd->btd", nn.silu(gate_BTF) * up_BTF, down_FD)

@@ -1,0 +1,1 @@
+"""Devices: the mesh and what is sharded along its axes."""

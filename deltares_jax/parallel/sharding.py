@@ -1,0 +1,64 @@
+"""What is sharded along which mesh axis: one table of logical axes, one of parameters."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from deltares_jax.parallel.mesh import BATCH_AXES
+
+# Logical axis → mesh axes. Names that are not listed are not sharded.
+RULES = (
+    ("batch", BATCH_AXES),
+    ("width", "fsdp"),
+    ("vocab", "tensor"),
+    ("heads", "tensor"),
+    ("mlp", "tensor"),
+)
+
+# Parameter, by the end of its path → logical axes. All others are small and replicated.
+PARAMETERS = {
+    "embedding": ("vocab", "width"),
+    "head": ("vocab", "width"),
+    "attn/query": ("layers", "width", "heads", "head_dim"),
+    "attn/key": ("layers", "width", "heads", "head_dim"),
+    "attn/value": ("layers", "width", "heads", "head_dim"),
+    "attn/out": ("layers", "heads", "head_dim", "width"),
+    "mlp/gate": ("layers", "width", "mlp"),
+    "mlp/up": ("layers", "width", "mlp"),
+    "mlp/down": ("layers", "mlp", "width"),
+}
+
+
+def path_name(path: Any) -> str:
+    """`layers/attn/query` for the path of a leaf."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def state_shardings(abstract_state: Any, mesh: Mesh) -> Any:
+    """A sharding for every leaf of a state, optimizer moments like their parameter."""
+    rules = dict(RULES)
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        name = f"/{path_name(path)}"
+        axes = next((a for end, a in PARAMETERS.items() if name.endswith(f"/{end}")), ())
+        if len(axes) != leaf.ndim:
+            axes = ()
+        return NamedSharding(mesh, PartitionSpec(*(rules.get(axis) for axis in axes)))
+
+    return jax.tree_util.tree_map_with_path(one, abstract_state)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Batches [B, T] are cut along B."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+@contextlib.contextmanager
+def activate(mesh: Mesh) -> Iterator[None]:
+    """Lets the models' logical constraints refer to this mesh while they are traced."""
+    with mesh, nn.logical_axis_rules(RULES):
+        yield

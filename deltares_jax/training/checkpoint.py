@@ -1,0 +1,68 @@
+"""Checkpoints: state, position, clock and config as one atomic, asynchronous unit (Orbax)."""
+
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from deltares_jax.training import workdir as workdir_lib
+
+META_VERSION = 1
+
+
+class Checkpointer:
+    """Saves to and restores from `<workdir>/checkpoints/<step>`, keeping the newest few.
+
+    `keep=None` only reads: it removes and creates nothing.
+    """
+
+    def __init__(self, workdir: pathlib.Path, keep: int | None):
+        self.folder = workdir / workdir_lib.CHECKPOINTS
+        read_only = keep is None
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def latest(self) -> int | None:
+        """The newest complete step, or None."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """All complete steps, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        """Starts a save of the state after `step` updates; it is complete or absent on disk."""
+        meta = {"version": META_VERSION, "step": step, **meta}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        self._manager.save(step, args=args)
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state: step, rows_seen, tokens_seen, config and so on."""
+        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=args)["meta"]
+
+    def restore(self, step: int, abstract_state: Any) -> Any:
+        """The state of a step, in the shapes, dtypes and shardings of `abstract_state`."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        return self._manager.restore(step, args=args)["state"]
+
+    def wait(self) -> None:
+        """Returns when nothing is being saved any more; raises what a background save raised."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for running saves and frees the threads."""
+        self._manager.close()
+
+
+def abstract(state: Any, shardings: Any) -> Any:
+    """Shapes and dtypes of a state together with its shardings."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+    )

@@ -1,0 +1,325 @@
+"""The train loop, the data flow from top to bottom; everything that is compiled is in step.py."""
+
+import functools
+import os
+import pathlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections.config_dict.config_dict import FrozenConfigDict
+
+from deltares_jax import config as config_lib
+from deltares_jax import config_checks
+from deltares_jax.data import pipeline, prepare
+from deltares_jax.models import sizes
+from deltares_jax.parallel import mesh as mesh_lib
+from deltares_jax.parallel import sharding
+from deltares_jax.training import checkpoint, metrics, optim, signals, step, summary
+from deltares_jax.training import workdir as workdir_lib
+
+
+def train(
+    config: FrozenConfigDict, workdir: str, recipe: str = "", devices: Any = None
+) -> dict[str, Any]:
+    """Trains by a resolved config in `workdir`, resuming what is there; returns the summary.
+
+    Args:
+      config: from `config.resolve`.
+      workdir: folder of the run.
+      recipe: path of the recipe, for the commands that are printed.
+      devices: those to train on; all when None.
+
+    Raises:
+      ValueError: bad input, before the first step.
+      signals.Stop: the run ended early; carries the exit code.
+    """
+    # 1. The run's folder, and what is in it: own checkpoints, else a fresh start.
+    folder = workdir_lib.open_workdir(workdir)
+    _set_up_jax(config)
+    checkpoints = checkpoint.Checkpointer(folder, config.checkpoint.keep)
+    resumed = checkpoints.latest()
+    meta: dict[str, Any] = {"rows_seen": 0, "tokens_seen": 0, "seconds": 0.0}
+    changes: list[str] = []
+    if resumed is not None:
+        meta = checkpoints.read_meta(resumed)
+        changes = config_lib.changed_on_resume(meta["config"], config)
+
+    # 2. Devices.
+    devices = devices or jax.devices()
+    shape = mesh_lib.mesh_shape(config.mesh, len(devices))
+    mesh_lib.check_fits(config, shape)
+    mesh = mesh_lib.make_mesh(shape, devices)
+
+    # 3. Data.
+    dataset = pipeline.open_dataset(config)
+    fingerprint = dataset.manifest["fingerprint"]
+    if meta.get("data", fingerprint) != fingerprint:
+        raise ValueError(
+            f"this run cannot be resumed with other data: its fingerprint was {meta['data'][:12]}, "
+            f"that of {config.data.source} is {fingerprint[:12]} (another interpreter's library?)"
+        )
+    _print_start(config, folder, mesh, dataset, resumed, meta, changes)
+    if resumed is not None and resumed >= config.train.steps:
+        print(f"this run is finished; to go on: --config.train.steps={2 * config.train.steps}")
+        return summary.finish(config, folder, recipe, dataset)
+    workdir_lib.write_run_files(folder, config, devices)
+    writer = metrics.Writer(folder, config)
+
+    # 4. State: restored into its shardings, or made in them.
+    init = functools.partial(step.init_state, config)
+    abstract_state = jax.eval_shape(init)
+    shardings = sharding.state_shardings(abstract_state, mesh)
+    if resumed is None:
+        state = jax.jit(init, out_shardings=shardings)()
+    else:
+        state = checkpoints.restore(resumed, checkpoint.abstract(abstract_state, shardings))
+
+    # 5. Programs.
+    programs = Programs(config, mesh, abstract_state, shardings, dataset.rows["train"][0])
+    print(
+        f"compiled in {metrics.human_time(programs.compile_seconds)}; "
+        f"one step needs {metrics.human_bytes(programs.peak_bytes)} a device",
+        flush=True,
+    )
+
+    # 6. Steps. The device gets the next one before the numbers of the last are read.
+    run = _Run(config, folder, checkpoints, writer, programs, dataset, meta, resumed or 0)
+    with signals.StopRequest() as request:
+        try:
+            run.steps(state, request)
+        finally:
+            writer.close()
+            checkpoints.close()
+    return summary.finish(config, folder, recipe, dataset)
+
+
+class Programs:
+    """The compiled train and evaluation steps, and how batches reach the devices."""
+
+    def __init__(
+        self, config: FrozenConfigDict, mesh: Any, state: Any, shardings: Any, row: pipeline.Batch
+    ):
+        began = time.perf_counter()
+        self._batch_sharding = sharding.batch_sharding(mesh)
+
+        def batch(size: int) -> dict[str, jax.ShapeDtypeStruct]:
+            return {k: jax.ShapeDtypeStruct((size, *v.shape), v.dtype) for k, v in row.items()}
+
+        with sharding.activate(mesh):
+            train = jax.jit(
+                functools.partial(step.train_step, config),
+                in_shardings=(shardings, self._batch_sharding),
+                out_shardings=(shardings, None),
+                donate_argnums=0,
+            )
+            self.train = train.lower(state, batch(config.train.batch_size)).compile()
+            evaluate = jax.jit(
+                functools.partial(step.eval_step, config),
+                in_shardings=(shardings.params, self._batch_sharding),
+            )
+            if config.eval.every:
+                abstract = batch(config.eval.batch_size)
+                self.evaluate = evaluate.lower(state.params, abstract).compile()
+        self.compile_seconds = time.perf_counter() - began
+        self.peak_bytes = _peak_bytes(self.train)
+
+    def put(self, batch: pipeline.Batch) -> step.Batch:
+        """A host's batch as arrays over all devices."""
+        return {
+            key: jax.make_array_from_process_local_data(self._batch_sharding, value)
+            for key, value in batch.items()
+        }
+
+
+class _Run:
+    """The host's side of a run in progress."""
+
+    def __init__(
+        self,
+        config: FrozenConfigDict,
+        folder: pathlib.Path,
+        checkpoints: checkpoint.Checkpointer,
+        writer: metrics.Writer,
+        programs: Programs,
+        dataset: pipeline.Dataset,
+        meta: dict[str, Any],
+        first: int,
+    ):
+        self.config, self.folder, self.checkpoints = config, folder, checkpoints
+        self.writer, self.programs, self.dataset = writer, programs, dataset
+        self.rows_seen, self.tokens_seen = meta["rows_seen"], meta["tokens_seen"]
+        self.first, self.saved = first, first if first else None
+        self.clock = metrics.Clock()
+        self.earlier_seconds = meta["seconds"]
+        self.progress = metrics.Progress(first, config.train.steps)
+        self.unread: tuple[int, Any] | None = None
+        self.last_read = 0.0
+
+    def steps(self, state: step.TrainState, request: signals.StopRequest) -> None:
+        """Runs from the first to the last step; evaluates, saves and stops on request between."""
+        cfg = self.config
+        batch_size = cfg.train.batch_size
+        rows = self.dataset.rows["train"]
+        batches = pipeline.train_batches(rows, cfg.train.seed, batch_size, self.rows_seen)
+        profile = config_checks.parse_profile_steps(cfg.train.profile_steps, cfg.train.steps)
+        for number in range(self.first + 1, cfg.train.steps + 1):
+            self.clock.start()
+            if profile and number == profile[0]:
+                jax.profiler.start_trace(str(self.folder / "profile"))
+            batch = self.programs.put(next(batches))
+            state, numbers = self.programs.train(state, batch)
+            self.rows_seen += batch_size
+            self.read()
+            self.unread = (number, numbers)
+            if profile and number == profile[1]:
+                jax.block_until_ready(state)
+                jax.profiler.stop_trace()
+                self.progress.note(f"profile of steps {cfg.train.profile_steps} in profile/")
+            last = number == cfg.train.steps
+            due = cfg.checkpoint.every and number % cfg.checkpoint.every == 0
+            if last or request.name or due or (cfg.eval.every and number % cfg.eval.every == 0):
+                self.read()
+                self.clock.pause()
+                if cfg.eval.every and (last or number % cfg.eval.every == 0):
+                    self.evaluate(state, number)
+                if last or due or request.name:
+                    self.save(state, number)
+            if request.name and not last:
+                self.wait(number)
+                raise signals.Stop(
+                    f"stopped by {request.name} after step {number}, which is saved; "
+                    "the same command goes on from there",
+                    signals.SAVED,
+                )
+        self.wait(cfg.train.steps)
+
+    def read(self) -> None:
+        """Reads and writes the numbers of the step before; stops if they are not finite."""
+        if self.unread is None:
+            return
+        number, numbers = self.unread
+        self.unread = None
+        values = {key: value.item() for key, value in jax.device_get(numbers).items()}
+        if not values.pop("finite"):
+            kept = f"the state of step {self.saved} is kept" if self.saved else "nothing was saved"
+            raise signals.Stop(
+                f"step {number}: loss {values['loss']}, gradient norm {values['grad_norm']}: not "
+                f"finite; the update was not made, {kept}",
+                signals.NON_FINITE,
+            )
+        self.tokens_seen += int(values["tokens"])
+        now = self.clock.read()
+        values["tokens_per_second"] = values["tokens"] / max(now - self.last_read, 1e-9)
+        self.last_read = now
+        values["tokens_seen"] = self.tokens_seen
+        if number % self.config.train.log_every == 0:
+            self.writer.write(number, values)
+        self.progress.update(values, number, now / (number - self.first))
+
+    def evaluate(self, state: step.TrainState, number: int) -> None:
+        """Held-out loss: sum of losses over count of targets, on the same rows each time."""
+        cfg = self.config.eval
+        rows = self.dataset.rows["validation"]
+        sums = [
+            self.programs.evaluate(state.params, self.programs.put(batch))
+            for batch in pipeline.eval_batches(rows, min(cfg.rows, len(rows)), cfg.batch_size)
+        ]
+        loss, tokens = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
+        mean = float(loss / tokens)
+        row = {"eval_loss": mean, "eval_perplexity": float(np.exp(mean)), "eval_tokens": tokens}
+        self.writer.write(number, row)
+        self.progress.note(f"step {number}: held-out loss {mean:.4f} on {int(tokens):,} tokens")
+
+    def save(self, state: step.TrainState, number: int) -> None:
+        """Starts a save in the background."""
+        meta = {
+            "rows_seen": self.rows_seen,
+            "tokens_seen": self.tokens_seen,
+            "seconds": self.earlier_seconds + self.clock.read(),
+            "data": self.dataset.manifest["fingerprint"],
+            "config": self.config.to_dict(),
+        }
+        try:
+            self.checkpoints.save(number, state, meta)
+        except OSError as error:
+            raise self._save_failed(number, error) from error
+        self.saved = number
+
+    def wait(self, number: int) -> None:
+        """Waits for the last save."""
+        try:
+            self.checkpoints.wait()
+        except OSError as error:
+            raise self._save_failed(number, error) from error
+
+    def _save_failed(self, number: int, error: OSError) -> signals.Stop:
+        where = self.checkpoints.folder
+        return signals.Stop(
+            f"step {number} could not be saved under {where}: {error}", signals.CANNOT_SAVE
+        )
+
+
+def _peak_bytes(compiled: Any) -> int:
+    """Bytes a device that a program needs; 0 where the platform does not tell."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return 0
+    peak = getattr(analysis, "peak_memory_in_bytes", 0)
+    return peak or analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+
+
+def _set_up_jax(config: FrozenConfigDict) -> None:
+    if config.model.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if config.train.compile_cache == "off" or jax.config.read("jax_compilation_cache_dir"):
+        return
+    path = config_lib.cache_folder() / "xla"
+    if config.train.compile_cache != "auto":
+        path = pathlib.Path(config.train.compile_cache).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        print(f"warning: train.compile_cache={path} cannot be written ({error.strerror}); going on")
+        return
+    jax.config.update("jax_compilation_cache_dir", str(path))
+
+
+def _print_start(
+    config: FrozenConfigDict,
+    folder: pathlib.Path,
+    mesh: jax.sharding.Mesh,
+    dataset: pipeline.Dataset,
+    resumed: int | None,
+    meta: dict[str, Any],
+    changes: list[str],
+) -> None:
+    """Says what will run, in a few lines."""
+    start = "fresh start" if resumed is None else f"resumed at step {resumed}"
+    lines = [f"{folder}: {start}", *(f"changed on resume: {change}" for change in changes)]
+    if resumed is not None and any(change.startswith("train.steps") for change in changes):
+        old = FrozenConfigDict(meta["config"])
+        rates = [float(optim.schedule(c)(resumed + 1)) for c in (old, config)]
+        lines.append(f"learning rate of the next step: {rates[0]:.3e} → {rates[1]:.3e}")
+    device = mesh.devices.flat[0]
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    lines.append(f"devices: {mesh.size} {device.platform} ({device.device_kind}); mesh: {axes}")
+    lines += prepare.describe(dataset.manifest)
+    held_out = len(dataset.rows["validation"])
+    if config.eval.every and config.eval.rows > held_out:
+        lines.append(f"eval.rows={config.eval.rows}: the split has {held_out}, all are used")
+    counts = sizes.parameter_counts(config.model)
+    lines.append(
+        f"{config.model.residual.variant}: {metrics.human_count(sum(counts.values()))} parameters, "
+        f"{counts['routing']:,} of them for routing"
+    )
+    lines += config_lib.notes(config)
+    batch, parts = config.train.batch_size, config.train.accumulation
+    lines.append(
+        f"an update is {batch} sequences of {config.data.seq_len} tokens, "
+        f"{batch * config.data.seq_len:,} in all: {parts} micro-batches of {batch // parts}"
+    )
+    print(*lines, sep="\n", flush=True)

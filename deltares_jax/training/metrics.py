@@ -1,0 +1,166 @@
+"""What a run reports: metrics.jsonl, TensorBoard, W&B, and the progress line."""
+
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+from deltares_jax.training import workdir as workdir_lib
+
+_LINES = 10  # progress lines of a run whose output is no terminal
+
+
+def human_time(seconds: float) -> str:
+    """`42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
+    s = round(seconds)
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60} min {s % 60:02d} s"
+    if s < 86400:
+        return f"{s // 3600} h {s % 3600 // 60:02d} min"
+    return f"{s // 86400} d {s % 86400 // 3600:02d} h"
+
+
+def human_count(number: float) -> str:
+    """Four significant digits with k, M, G or T."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= scale:
+            return f"{number / scale:.4g} {unit}"
+    return f"{number:.4g}"
+
+
+def human_bytes(number: float) -> str:
+    """MiB or GiB."""
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+
+
+def read_rows(workdir: pathlib.Path) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Training and evaluation rows of a run by step; of a step that ran twice the last row counts.
+
+    A last line that was cut off by a crash is left out.
+    """
+    train: dict[int, Any] = {}
+    held_out: dict[int, Any] = {}
+    path = workdir / workdir_lib.METRICS
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        (held_out if "eval_loss" in row else train)[row["step"]] = row
+    return train, held_out
+
+
+class Writer:
+    """Writes rows of one step to metrics.jsonl and to the other places that are switched on.
+
+    Raises:
+      ValueError: `metrics.wandb` is on and wandb is not installed.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: Any):
+        path = workdir / workdir_lib.METRICS
+        cut = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
+        self._file = path.open("a", buffering=1)
+        if cut:  # by a crash: what follows must start on a line of its own
+            self._file.write("\n")
+        self._tensorboard = self._wandb = None
+        if config.metrics.tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(workdir / "tensorboard"))
+        if config.metrics.wandb:
+            try:
+                import wandb
+            except ImportError:
+                raise ValueError(
+                    "metrics.wandb=True needs wandb: pip install 'deltares-jax[wandb]'"
+                ) from None
+            self._wandb = wandb.init(
+                project="deltares_jax",
+                dir=str(workdir),
+                id=f"{workdir.name}-{config.train.seed}",
+                resume="allow",
+                config=config.to_dict(),
+            )
+
+    def write(self, step: int, row: dict[str, float]) -> None:
+        """Writes one row; the values are plain numbers."""
+        self._file.write(json.dumps({"step": step, **row}) + "\n")
+        if self._tensorboard:
+            for name, value in row.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(row, step=step)
+
+    def close(self) -> None:
+        """Flushes and closes all of them."""
+        self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+class Clock:
+    """Time spent in steps: compilation, evaluation and saves do not count."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Lets the time run."""
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Halts the time."""
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+
+    def read(self) -> float:
+        """Seconds so far."""
+        running = time.perf_counter() - self._since if self._since is not None else 0.0
+        return self.seconds + running
+
+
+class Progress:
+    """The live line of a terminal; elsewhere about ten lines in all."""
+
+    def __init__(self, first_step: int, steps: int):
+        self._first, self._steps = first_step, steps
+        self._live = sys.stdout.isatty()
+        self._drawn = 0.0
+        self._width = 0
+
+    def update(self, row: dict[str, float], step: int, step_seconds: float) -> None:
+        """Shows the row of a step; `step_seconds` is the mean so far."""
+        every = max(1, (self._steps - self._first) // _LINES)
+        due = step in (self._first + 1, self._steps) or (step - self._first) % every == 0
+        if self._live:
+            due = due or time.perf_counter() - self._drawn > 0.2
+        if not due:
+            return
+        self._drawn = time.perf_counter()
+        left = human_time((self._steps - step) * step_seconds)
+        text = (
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {row['loss']:.4f}  "
+            f"lr {row['learning_rate']:.2e}  "
+            f"{human_count(row['tokens_per_second'])} tokens/s  {left} left"
+        )
+        if self._live:
+            print(f"\r{text:<{self._width}}", end="", flush=True)
+            self._width = len(text)
+        else:
+            print(text, flush=True)
+
+    def note(self, text: str) -> None:
+        """Prints a line of its own, clear of the live line."""
+        if self._width:
+            print()
+            self._width = 0
+        print(text, flush=True)

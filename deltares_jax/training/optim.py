@@ -1,0 +1,58 @@
+"""AdamW with decay groups, and the learning-rate schedules.
+
+Update t = 1 … steps uses peak · t / W for t ≤ W and the final rate exactly at t = steps.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections.config_dict.config_dict import FrozenConfigDict
+
+
+def schedule(config: FrozenConfigDict) -> optax.Schedule:
+    """The learning rate of update t, t counted from 1."""
+    optim, steps = config.optim, config.train.steps
+    peak, final, warmup = optim.learning_rate, optim.final_learning_rate, optim.warmup_steps
+    length = optim.cooldown_steps if optim.schedule == "wsd" else steps - warmup
+    length = max(length, 1)
+
+    def rate(update: jax.Array) -> jax.Array:
+        progress = jnp.clip((update - (steps - length)) / length, 0.0, 1.0)
+        if optim.schedule == "constant":
+            decayed = jnp.asarray(peak)
+        elif optim.schedule == "cosine":
+            decayed = final + (peak - final) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+        else:
+            decayed = peak + (final - peak) * progress
+        return jnp.where(update < warmup, peak * update / max(warmup, 1), decayed)
+
+    return rate
+
+
+def decay_mask(params: Any) -> Any:
+    """True for matrices: projections, embedding and head; False for gains, queries, gates, nulls.
+
+    Layer parameters are stacked as [L, …], so a matrix has one axis more there.
+    """
+
+    def one(path: Any, leaf: jax.Array) -> bool:
+        return leaf.ndim - (path[0].key == "layers") >= 2
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def make_optimizer(config: FrozenConfigDict) -> optax.GradientTransformation:
+    """Clip by the global norm, Adam, decoupled decay, minus the learning rate."""
+    optim = config.optim
+    rate = schedule(config)
+    parts = [optax.clip_by_global_norm(optim.clip_norm)] if optim.clip_norm else []
+    return optax.chain(
+        *parts,
+        optax.scale_by_adam(optim.b1, optim.b2, optim.eps),
+        optax.add_decayed_weights(
+            optim.weight_decay, decay_mask if optim.decay == "matrices" else None
+        ),
+        optax.scale_by_learning_rate(lambda count: rate(count + 1)),  # optax counts from 0
+    )

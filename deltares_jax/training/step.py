@@ -1,0 +1,106 @@
+"""The state and the pure steps: nothing here knows a mesh, a disk or a clock.
+
+B batch, T sequence, D width, A micro-batches.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax import lax
+from ml_collections.config_dict.config_dict import FrozenConfigDict
+
+from deltares_jax.models import transformer
+from deltares_jax.training import losses, optim
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+class TrainState(struct.PyTreeNode):
+    """step: completed updates. params and opt_state: float32 (float64 with that compute dtype)."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+def init_state(config: FrozenConfigDict) -> TrainState:
+    """The state before the first update, a function of `train.seed` alone."""
+    params = transformer.init(config.model, jax.random.key(config.train.seed))
+    opt_state = optim.make_optimizer(config).init(params)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
+
+
+def loss_sums(config: FrozenConfigDict, params: Any, batch: Batch) -> losses.LossSums:
+    """Loss sums of a batch of rows."""
+    inputs = (batch["inputs"], batch["positions"], batch["segments"])
+    output = transformer.apply(config.model, params, *inputs)
+    return losses.cross_entropy_sums(
+        output.hidden_BTD, transformer.head(params), batch["targets"], batch["weights"]
+    )
+
+
+def gradients(config: FrozenConfigDict, params: Any, batch: Batch) -> tuple[losses.LossSums, Any]:
+    """Loss sums and the gradient of the mean loss over the valid targets of the whole batch.
+
+    Micro-batches are weighed by their valid targets: each is divided by the count of all, so the
+    result does not depend on `train.accumulation`.
+    """
+    parts = config.train.accumulation
+    total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+
+    def objective(params: Any, rows: Batch) -> tuple[jax.Array, losses.LossSums]:
+        sums = loss_sums(config, params, rows)
+        return (sums.loss + config.optim.z_loss * sums.z) / total.astype(sums.loss.dtype), sums
+
+    value_and_grad = jax.value_and_grad(objective, has_aux=True)
+    if parts == 1:
+        (_, sums), grads = value_and_grad(params, batch)
+        return sums, grads
+
+    def body(carry: Any, rows: Batch) -> tuple[Any, None]:
+        (_, sums), grads = value_and_grad(params, rows)
+        return jax.tree.map(jnp.add, carry, (sums, grads)), None
+
+    # Every A-th row, so that a device splits the rows that it holds.
+    micro = jax.tree.map(
+        lambda x: jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1), batch
+    )
+    shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], micro))
+    (_, sums), grads = shapes
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (sums, grads))
+    return lax.scan(body, zeros, micro)[0]
+
+
+def train_step(
+    config: FrozenConfigDict, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    """One update. With a loss or gradient that is not finite the state comes back unchanged.
+
+    Metrics: `loss` (mean over the valid targets, without the z-loss), `grad_norm` (before
+    clipping), `learning_rate` (the one used), `tokens` (valid targets), `finite`.
+    """
+    sums, grads = gradients(config, state.params, batch)
+    loss = sums.loss / jnp.maximum(sums.weight, 1.0)
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    updates, opt_state = optim.make_optimizer(config).update(grads, state.opt_state, state.params)
+    updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+    new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+    metrics = {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "learning_rate": optim.schedule(config)(state.step + 1),
+        "tokens": sums.weight,
+        "finite": finite,
+    }
+    return new_state, metrics
+
+
+def eval_step(config: FrozenConfigDict, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Sum of the losses and count of the valid targets of a batch."""
+    sums = loss_sums(config, params, batch)
+    return sums.loss, sums.weight

@@ -1,0 +1,86 @@
+"""The run's folder: checked before anything is compiled; what is in it besides checkpoints."""
+
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+from ml_collections.config_dict.config_dict import FrozenConfigDict
+
+CONFIG = "config.json"
+RUN = "run.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+
+_PACKAGES = ("deltares-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+def open_workdir(path: str) -> pathlib.Path:
+    """The absolute folder of a run, created and tried for writing.
+
+    Raises:
+      ValueError: it is a file, is not writable, or is a checkpoint's folder inside a run.
+    """
+    workdir = pathlib.Path(path).expanduser().absolute()
+    for parent in (workdir.parent, workdir.parent.parent):
+        if (parent / CHECKPOINTS).is_dir() and (
+            workdir.name.isdigit() or workdir.name == CHECKPOINTS
+        ):
+            raise ValueError(
+                f"--workdir={path} is inside the run {parent}; give the run's folder itself"
+            )
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe = workdir / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--workdir={path} cannot be written: {error.strerror}") from None
+    return workdir
+
+
+def write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+    """Writes JSON so that a reader sees the old or the new file, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(values, indent=2) + "\n")
+    partial.replace(path)
+
+
+def _commit() -> str:
+    root = pathlib.Path(__file__).resolve().parents[2]
+    try:
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return {"python": platform.python_version(), **found}
+
+
+def write_run_files(
+    workdir: pathlib.Path, config: FrozenConfigDict, devices: Sequence[jax.Device]
+) -> None:
+    """Writes `config.json` and `run.json`: versions, commit, command line, devices."""
+    write_json(workdir / CONFIG, config.to_dict())
+    run = {
+        "versions": _versions(),
+        "commit": _commit(),
+        "command": [sys.executable, *sys.orig_argv[1:]],
+        "devices": {"count": len(devices), "kind": devices[0].device_kind},
+        "host": platform.node(),
+    }
+    write_json(workdir / RUN, run)

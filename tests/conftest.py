@@ -1,0 +1,70 @@
+"""Eight simulated devices, one compile cache, and small configs for all tests."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+CACHE = ROOT / ".pytest_cache" / "xla"
+
+# Before jax is imported anywhere.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+import pytest
+from ml_collections import ConfigDict
+
+from deltares_jax import config as config_lib
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_folder(tmp_path_factory):
+    """Prepared data goes to a folder of this session, for this process and its children."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def tiny() -> ConfigDict:
+    """2 layers, width 32, 4 heads, 2 KV heads, head_dim 16, batch 8 x 16, six steps."""
+    config = config_lib.default()
+    config.model.update(
+        {
+            "width": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+            "mlp_width": 64,
+        }
+    )
+    config.data.seq_len = 16
+    config.train.update({"steps": 6, "batch_size": 8})
+    config.optim.warmup_steps = 2
+    config.eval.update({"every": 0, "rows": 8, "batch_size": 8})
+    config.checkpoint.update({"every": 0, "keep": 2})
+    config.metrics.tensorboard = False
+    return config
+
+
+def run_command(*arguments: str, env: dict[str, str] | None = None, **kwargs):
+    """Runs `python -m deltares_jax.<first argument> …` as a user does, on one device."""
+    environment = {**os.environ, "XLA_FLAGS": "", **(env or {})}
+    command = [sys.executable, "-m", f"deltares_jax.{arguments[0]}", *arguments[1:]]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=kwargs.pop("cwd", ROOT),
+        timeout=kwargs.pop("timeout", 240),
+        **kwargs,
+    )
+
+
+@pytest.fixture
+def command():
+    return run_command
