@@ -3,7 +3,8 @@
     python -m deltares_jax.train --config=configs/533m_delta_block.py
 
 Hardware: one host of 8 accelerators.
-Tokens: 10 000 updates of 32 x 2048 = 66 k, 655 M in all, of FineWeb-Edu (sample-10BT), Qwen3 tokenizer.
+Tokens: 10 000 updates of 32 x 2048 = 66 k, 655 M in all,
+    of FineWeb-Edu (sample-10BT) by the Qwen3 tokenizer.
 Expected: validation perplexity 31.16, as published in arXiv 2605.18855.
 """
 

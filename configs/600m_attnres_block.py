@@ -1,9 +1,10 @@
-"""AttnRes block (Kimi), 596M, the shape of Qwen3-0.6B parameters, 28 blocks.
+"""AttnRes block (Kimi), 596M parameters, the shape of Qwen3-0.6B, 28 blocks.
 
     python -m deltares_jax.train --config=configs/600m_attnres_block.py
 
 Hardware: one host of 8 accelerators.
-Tokens: 10 000 updates of 32 x 2048 = 66 k, 655 M in all, of FineWeb-Edu (sample-10BT), Qwen3 tokenizer.
+Tokens: 10 000 updates of 32 x 2048 = 66 k, 655 M in all,
+    of FineWeb-Edu (sample-10BT) by the Qwen3 tokenizer.
 Expected: validation perplexity 32.38, as published in arXiv 2605.18855.
 """
 

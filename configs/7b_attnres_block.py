@@ -3,7 +3,8 @@
     python -m deltares_jax.train --config=configs/7b_attnres_block.py
 
 Hardware: 64 accelerators (the batch is 64 sequences, so 64 data-parallel devices at most).
-Tokens: 10 000 updates of 64 x 2048 = 131 k, 1.31 B in all, of FineWeb-Edu (sample-10BT), Qwen3 tokenizer.
+Tokens: 10 000 updates of 64 x 2048 = 131 k, 1.31 B in all,
+    of FineWeb-Edu (sample-10BT) by the Qwen3 tokenizer.
 Expected: validation perplexity 18.58, as published in arXiv 2605.18855.
 """
 

@@ -1,5 +1,6 @@
 """What all commands share: flags, errors as one line, exit codes."""
 
+import itertools
 import os
 import pathlib
 import sys
@@ -9,12 +10,14 @@ from typing import Any
 
 from absl import flags, logging
 from ml_collections import config_flags
+from ml_collections.config_dict.config_dict import ConfigDict
 
 from deltares_jax import config as config_lib
 from deltares_jax import config_checks
 from deltares_jax.training.signals import Stop
 
 BAD_INPUT = 2
+MISSING_CONFIG = "--config is missing; for example --config=configs/debug.py"
 
 
 def define_config_flag() -> None:
@@ -40,19 +43,36 @@ def _check_overrides(argv: list[str]) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).strip("'\"").splitlines() if line.strip()]
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    text = text.replace("\\n", "\n").replace("\\'", "'")  # a KeyError's text in another error's
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if any(line.startswith("Traceback ") for line in lines):  # ml_collections puts it into the text
+        lines = [lines[0], lines[-1]]
     return " ".join(lines) or type(error).__name__
+
+
+def _recipe_paths(argv: list[str]) -> list[str]:
+    """The values of --config, given as --config=path or --config path."""
+    paths = []
+    for argument, following in itertools.zip_longest(argv[1:], argv[2:]):
+        name, equals, value = argument.partition("=")
+        if name in ("--config", "-config") and (equals or following is not None):
+            paths.append(value if equals else following)
+    return paths
 
 
 def _parse(argv: list[str]) -> None:
     _check_overrides(argv)
-    config_path = [a.split("=", 1)[1] for a in argv if a.startswith(("--config=", "-config="))]
-    for path in config_path:
+    paths = _recipe_paths(argv)
+    for path in paths:
         if not pathlib.Path(path).is_file():
             raise ValueError(f"--config={path}: no such file; recipes are under configs/")
+    where = f"--config={paths[-1]}" if paths else "--config"
     try:
         rest = flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
+        if error.flagname.startswith("config."):  # a known key, but no recipe to change
+            raise ValueError(MISSING_CONFIG) from None
         known = [*flags.FLAGS, *(f"config.{k}" for k in config_lib.flatten(config_lib.default()))]
         hint = config_checks.nearest(error.flagname, known)
         raise ValueError(f"unknown flag --{error.flagname}{hint}; see --help") from None
@@ -60,9 +80,12 @@ def _parse(argv: list[str]) -> None:
         raise ValueError(_first_line(error)) from None
     except Exception as error:  # whatever the recipe raised
         name = type(error).__name__
-        raise ValueError(f"--config={config_path[0]}: {name}: {_first_line(error)}") from error
+        raise ValueError(f"{where}: {name}: {_first_line(error)}") from error
     if len(rest) > 1:
         raise ValueError(f"unexpected argument {rest[1]!r}; flags have the form --name=value")
+    if paths and not isinstance(flags.FLAGS.config, ConfigDict | dict):
+        kind = type(flags.FLAGS.config).__name__
+        raise ValueError(f"{where}: get_config() must return a config, not {kind}")
 
 
 def run(main: Callable[[], int | None], doc: str) -> None:
@@ -77,9 +100,10 @@ def run(main: Callable[[], int | None], doc: str) -> None:
         print(doc.strip(), "", "flags:", *lines, sep="\n")
         sys.exit(0)
     logging.use_absl_handler()
-    logging.set_verbosity(logging.WARNING)
+    logging.set_verbosity(logging.ERROR)  # what is wrong with a recipe is told in one line
     try:
         _parse(sys.argv)
+        logging.set_verbosity(logging.WARNING)
         code = main() or 0
     except Stop as stop:
         print(f"error: {stop}" if stop.code < 128 else str(stop), file=sys.stderr)

@@ -145,7 +145,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """{dotted key: value} of a nested config."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, ConfigDict | dict):
+        if isinstance(value, ConfigDict | dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
@@ -227,10 +227,10 @@ RESUME = {
 
 
 def resume_rule(key: str) -> str:
-    """The rule of RESUME for a dotted key."""
+    """The rule of RESUME for a dotted key; `fixed` for a key of another version's config."""
     parts = key.split(".")
     prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next(RESUME[prefix] for prefix in prefixes if prefix in RESUME)
+    return next((RESUME[prefix] for prefix in prefixes if prefix in RESUME), "fixed")
 
 
 def changed_on_resume(saved: dict[str, Any], config: FrozenConfigDict) -> list[str]:

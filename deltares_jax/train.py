@@ -22,7 +22,7 @@ _PRINT = flags.DEFINE_boolean("print_config", False, "Print the checked config a
 def main() -> int:
     """Checks the config, then trains."""
     if not flags.FLAGS.config:
-        raise ValueError("--config is missing; for example --config=configs/debug.py")
+        raise ValueError(command.MISSING_CONFIG)
     config = config_lib.resolve(flags.FLAGS.config)
     if _PRINT.value:
         print(json.dumps(config.to_dict(), indent=2))

@@ -28,16 +28,21 @@ class TokenStream:
     """The tokens of one split, addressed by position.
 
     Raises:
-      ValueError: the split is not there or holds fewer records than its manifest says.
+      ValueError: the records cannot be read, or are fewer than the manifest says.
     """
 
     def __init__(self, folder: pathlib.Path, split: str, manifest: dict[str, Any]):
-        builder = tfds.builder_from_directory(str(folder))
-        self._records: Sequence[dict[str, np.ndarray]] = builder.as_data_source(split=split)
         self._record_tokens = manifest["record_tokens"]
         self._size = manifest["splits"][split]["tokens"]
-        if len(self._records) * self._record_tokens < self._size:
-            raise ValueError(f"{folder}: split {split} is cut short; remove it to prepare it again")
+        try:
+            builder = tfds.builder_from_directory(str(folder))
+            self._records: Sequence[dict[str, np.ndarray]] = builder.as_data_source(split=split)
+            _ = self[self._size - 1 : self._size]  # the last record is there
+        except Exception as error:  # of TFDS, protobuf or array_record
+            raise ValueError(
+                f"{folder}: split {split} is damaged ({error}); "
+                "remove the folder to prepare it again"
+            ) from error
 
     def __len__(self) -> int:
         return self._size

@@ -1,8 +1,9 @@
 """Prepares data sets: documents to tokens to records, recorded with TFDS as array_record.
 
 A prepared data set is a folder that TFDS reads without TensorFlow, with our own `manifest.json`
-beside the records: source, tokenizer, counts per split and a fingerprint. The manifest is written
-last, so a folder without one was interrupted and is prepared again.
+beside the records: source, tokenizer, counts per split and a fingerprint. It is made aside and
+renamed with its manifest, so several processes may prepare it at once; a folder without a manifest
+is prepared again.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import os
 import pathlib
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,11 +72,14 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        manifest = json.loads(path.read_text())
+        if not isinstance(manifest, dict) or "fingerprint" not in manifest:
+            raise ValueError("it holds no fingerprint")
+    except ValueError as error:
         raise ValueError(
             f"{path} is damaged ({error}); remove the folder to prepare it again"
         ) from None
+    return manifest
 
 
 def _write_manifest(folder: pathlib.Path, counts: dict[str, tokens.Counts]) -> dict[str, Any]:
@@ -118,17 +123,27 @@ def prepare_py_stdlib(cache: pathlib.Path) -> pathlib.Path:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"data.dir={str(cache)!r} cannot be created: {error.strerror}") from None
-    builder = PyStdlib(data_dir=str(cache), file_format="array_record")
-    folder = pathlib.Path(builder.data_path)
+    folder = cache / PyStdlib.name / PyStdlib.BUILDER_CONFIGS[0].name / _VERSION
     if read_manifest(folder) is not None:
         return folder
     if not os.access(cache, os.W_OK):
         raise ValueError(f"data.dir={str(cache)!r} is not writable")
-    if folder.exists():
-        shutil.rmtree(folder)
     print(f"preparing py_stdlib under {folder}", file=sys.stderr)
     tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(io.StringIO()):  # it speaks of downloads; there are none
-        builder.download_and_prepare()
-    _write_manifest(folder, builder.counts)
+    with tempfile.TemporaryDirectory(prefix="py_stdlib.partial.", dir=cache) as partial:
+        builder = PyStdlib(data_dir=partial, file_format="array_record")
+        with contextlib.redirect_stdout(io.StringIO()):  # it speaks of downloads; there are none
+            builder.download_and_prepare()
+        made = pathlib.Path(builder.data_path)
+        _write_manifest(made, builder.counts)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if folder.exists() and read_manifest(folder) is None:
+                shutil.rmtree(folder)
+            made.rename(folder)
+        except OSError as error:
+            if read_manifest(folder) is None:  # else another process was faster
+                raise ValueError(
+                    f"data.dir={str(cache)!r}: {folder} cannot be written: {error.strerror}"
+                ) from None
     return folder

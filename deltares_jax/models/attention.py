@@ -15,8 +15,8 @@ def rotary_tables(
     positions_BT: jax.Array, head_dim: int, theta: float, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine [B, T, 1, d/2] of the half-split rotation (RoFormer, as in Qwen3)."""
-    exponent_d = jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim
-    angle_BTd = positions_BT[..., None].astype(dtype) / (theta**exponent_d)
+    period_d = theta ** (jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
+    angle_BTd = positions_BT[..., None].astype(dtype) / period_d[None, None]
     return jnp.cos(angle_BTd)[:, :, None], jnp.sin(angle_BTd)[:, :, None]
 
 
@@ -43,9 +43,8 @@ def reference(
     logits_BKGTS = jnp.einsum(
         "btkgd,bskd->bkgts", q_BTKGd, k_BTKd, preferred_element_type=dtype
     ) * (d**-0.5)
-    mask_BTS = (segments_BT[:, :, None] == segments_BT[:, None, :]) & jnp.tril(
-        jnp.ones((T, T), bool)
-    )
+    causal_TS = jnp.tril(jnp.ones((T, T), bool))
+    mask_BTS = (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TS[None]
     logits_BKGTS = jnp.where(mask_BTS[:, None, None], logits_BKGTS, jnp.finfo(dtype).min)
     weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BTKd.dtype)
     return jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BTKd).reshape(B, T, H, d)

@@ -45,6 +45,7 @@ class RMSNorm(nn.Module):
         gain = self.param("gain", nn.initializers.ones, (x.shape[-1],), dtype)
         wide = x.astype(dtype)
         square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        gain = jnp.expand_dims(gain, range(x.ndim - 1))
         return (wide * lax.rsqrt(square + self.eps) * gain).astype(x.dtype)
 
 

@@ -49,16 +49,19 @@ def routing_weights(
     exactly 0 for equal logits. Both are 0 for sources that are not valid.
     """
     valid_S11 = valid_S[:, None, None]
+    # A single source has weight 1 whatever its logit: cut it off, since Adam would turn what
+    # rounding leaves of its zero gradient into real steps.
+    logits_SBT = jnp.where(jnp.sum(valid_S) > 1, logits_SBT, 0.0)
     masked_SBT = jnp.where(valid_S11, logits_SBT, -jnp.inf)
-    top_BT = lax.stop_gradient(jnp.max(masked_SBT, axis=0))
-    top_BT = jnp.where(jnp.isfinite(top_BT), top_BT, 0.0)
-    u_SBT = jnp.exp(jnp.where(valid_S11, masked_SBT - top_BT, -jnp.inf))
-    sum_BT = jnp.where(jnp.any(valid_S), jnp.sum(u_SBT, axis=0), 1.0)
-    softmax_SBT = u_SBT / sum_BT
+    top_1BT = lax.stop_gradient(jnp.max(masked_SBT, axis=0, keepdims=True))
+    top_1BT = jnp.where(jnp.isfinite(top_1BT), top_1BT, 0.0)
+    u_SBT = jnp.exp(jnp.where(valid_S11, masked_SBT - top_1BT, -jnp.inf))
+    sum_1BT = jnp.where(jnp.any(valid_S), jnp.sum(u_SBT, axis=0, keepdims=True), 1.0)
+    softmax_SBT = u_SBT / sum_1BT
     if not centered:
         return softmax_SBT, softmax_SBT
     count = jnp.maximum(jnp.sum(valid_S), 1).astype(u_SBT.dtype)
-    factors_SBT = (count * u_SBT - sum_BT) / (count * sum_BT)
+    factors_SBT = (count * u_SBT - sum_1BT) / (count * sum_1BT)
     return softmax_SBT, jnp.where(valid_S11, factors_SBT, 0.0)
 
 

@@ -61,7 +61,9 @@ class Transformer(nn.Module):
         context = Context(rotary, segments_BT)
         state = residual.start(cfg, h_BTD)
         params = self.param("layers", depth.init_layers, cfg, state, 0, 0, None, context)
-        state, weights = depth.run(cfg, params, state, context, capture)
+        weights = None
+        if not self.is_initializing():  # initial values need no depth
+            state, weights = depth.run(cfg, params, state, context, capture)
         h_BTD, final_SBT = residual.FinalReader(cfg, name="final_reader")(state)
         hidden_BTD = RMSNorm(cfg.norm_eps, name="final_norm")(h_BTD)
         return Output(hidden_BTD, (weights, final_SBT) if capture else None)

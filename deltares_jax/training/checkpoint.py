@@ -14,7 +14,7 @@ META_VERSION = 1
 class Checkpointer:
     """Saves to and restores from `<workdir>/checkpoints/<step>`, keeping the newest few.
 
-    `keep=None` only reads: it removes and creates nothing.
+    `keep=None` is for reading: it removes and creates nothing.
     """
 
     def __init__(self, workdir: pathlib.Path, keep: int | None):
@@ -24,7 +24,6 @@ class Checkpointer:
             max_to_keep=keep,
             cleanup_tmp_directories=not read_only,
             create=not read_only,
-            read_only=read_only,
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
@@ -59,6 +58,18 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for running saves and frees the threads."""
         self._manager.close()
+
+
+def newest(workdir: pathlib.Path) -> tuple[int, dict[str, Any]] | None:
+    """The newest step of a run and what was saved beside its state; None for a new run."""
+    if not (workdir / workdir_lib.CHECKPOINTS).is_dir():
+        return None
+    reader = Checkpointer(workdir, keep=None)
+    try:
+        step = reader.latest()
+        return None if step is None else (step, reader.read_meta(step))
+    finally:
+        reader.close()
 
 
 def abstract(state: Any, shardings: Any) -> Any:

@@ -38,13 +38,9 @@ def train(
     # 1. The run's folder, and what is in it: own checkpoints, else a fresh start.
     folder = workdir_lib.open_workdir(workdir)
     _set_up_jax(config)
-    checkpoints = checkpoint.Checkpointer(folder, config.checkpoint.keep)
-    resumed = checkpoints.latest()
-    meta: dict[str, Any] = {"rows_seen": 0, "tokens_seen": 0, "seconds": 0.0}
-    changes: list[str] = []
-    if resumed is not None:
-        meta = checkpoints.read_meta(resumed)
-        changes = config_lib.changed_on_resume(meta["config"], config)
+    start = checkpoint.newest(folder)
+    resumed, meta = start or (0, {"rows_seen": 0, "tokens_seen": 0, "seconds": 0.0})
+    changes = config_lib.changed_on_resume(meta["config"], config) if resumed else []
 
     # 2. Devices.
     devices = devices or jax.devices()
@@ -61,20 +57,21 @@ def train(
             f"that of {config.data.source} is {fingerprint[:12]} (another interpreter's library?)"
         )
     _print_start(config, folder, mesh, dataset, resumed, meta, changes)
-    if resumed is not None and resumed >= config.train.steps:
+    if resumed >= config.train.steps:
         print(f"this run is finished; to go on: --config.train.steps={2 * config.train.steps}")
         return summary.finish(config, folder, recipe, dataset)
     workdir_lib.write_run_files(folder, config, devices)
     writer = metrics.Writer(folder, config)
+    checkpoints = checkpoint.Checkpointer(folder, config.checkpoint.keep)
 
     # 4. State: restored into its shardings, or made in them.
     init = functools.partial(step.init_state, config)
     abstract_state = jax.eval_shape(init)
     shardings = sharding.state_shardings(abstract_state, mesh)
-    if resumed is None:
-        state = jax.jit(init, out_shardings=shardings)()
-    else:
+    if resumed:
         state = checkpoints.restore(resumed, checkpoint.abstract(abstract_state, shardings))
+    else:
+        state = jax.jit(init, out_shardings=shardings)()
 
     # 5. Programs.
     programs = Programs(config, mesh, abstract_state, shardings, dataset.rows["train"][0])
@@ -85,7 +82,7 @@ def train(
     )
 
     # 6. Steps. The device gets the next one before the numbers of the last are read.
-    run = _Run(config, folder, checkpoints, writer, programs, dataset, meta, resumed or 0)
+    run = _Run(config, folder, checkpoints, writer, programs, dataset, meta, resumed)
     with signals.StopRequest() as request:
         try:
             run.steps(state, request)
@@ -273,7 +270,7 @@ def _peak_bytes(compiled: Any) -> int:
 def _set_up_jax(config: FrozenConfigDict) -> None:
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    if config.train.compile_cache == "off" or jax.config.read("jax_compilation_cache_dir"):
+    if config.train.compile_cache == "off" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     path = config_lib.cache_folder() / "xla"
     if config.train.compile_cache != "auto":
@@ -293,14 +290,14 @@ def _print_start(
     folder: pathlib.Path,
     mesh: jax.sharding.Mesh,
     dataset: pipeline.Dataset,
-    resumed: int | None,
+    resumed: int,
     meta: dict[str, Any],
     changes: list[str],
 ) -> None:
     """Says what will run, in a few lines."""
-    start = "fresh start" if resumed is None else f"resumed at step {resumed}"
+    start = f"resumed at step {resumed}" if resumed else "fresh start"
     lines = [f"{folder}: {start}", *(f"changed on resume: {change}" for change in changes)]
-    if resumed is not None and any(change.startswith("train.steps") for change in changes):
+    if any(change.startswith("train.steps") for change in changes):
         old = FrozenConfigDict(meta["config"])
         rates = [float(optim.schedule(c)(resumed + 1)) for c in (old, config)]
         lines.append(f"learning rate of the next step: {rates[0]:.3e} → {rates[1]:.3e}")

@@ -28,10 +28,9 @@ def open_workdir(path: str) -> pathlib.Path:
       ValueError: it is a file, is not writable, or is a checkpoint's folder inside a run.
     """
     workdir = pathlib.Path(path).expanduser().absolute()
-    for parent in (workdir.parent, workdir.parent.parent):
-        if (parent / CHECKPOINTS).is_dir() and (
-            workdir.name.isdigit() or workdir.name == CHECKPOINTS
-        ):
+    for parent in workdir.parents:
+        inside = workdir.relative_to(parent).parts[0]
+        if (parent / CHECKPOINTS).is_dir() and (inside == CHECKPOINTS or workdir.name.isdigit()):
             raise ValueError(
                 f"--workdir={path} is inside the run {parent}; give the run's folder itself"
             )

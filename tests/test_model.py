@@ -1,0 +1,360 @@
+"""Properties of the model: identities, causality, documents, dtypes, forms of the depth loop."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import FrozenConfigDict
+
+from deltares_jax.models import depth, sizes, transformer, variants
+from deltares_jax.training import losses
+
+OPTIONS = [
+    ("baseline", {}),
+    ("delta_attnres", {}),
+    ("delta_attnres", {"null_source": True, "gate": "scalar"}),
+    ("delta_attnres", {"centered": True}),
+    ("delta_block", {}),
+    ("delta_block", {"null_source": True, "gate": "alpha"}),
+    ("delta_block", {"centered": True, "gate": "scalar"}),
+    ("attnres_block", {}),
+    ("attnres_full", {}),
+    ("attnres_cumulative", {}),
+    ("full_additive", {}),
+    ("full_additive", {"centered": True}),
+    ("delta_replace", {}),
+    ("delta_block_released", {}),
+]
+IDS = ["-".join([name, *options]) for name, options in OPTIONS]
+all_variants = pytest.mark.parametrize(("name", "options"), OPTIONS, ids=IDS)
+
+
+def make(tiny, name="delta_block", num_layers=4, num_blocks=2, **changes) -> FrozenConfigDict:
+    config = tiny.model
+    residual = {k: changes.pop(k) for k in ("null_source", "gate", "centered") if k in changes}
+    config.update({"num_layers": num_layers, "vocab_size": 97, **changes})
+    config.residual.update({"variant": name, "num_blocks": num_blocks, **residual})
+    return FrozenConfigDict(config)
+
+
+init = jax.jit(transformer.init, static_argnums=0)
+
+
+def randomise(params, seed=1, scale=0.3):
+    """Random values everywhere, so that queries, gates and null sources matter."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    new = [
+        p + scale * jax.random.normal(k, p.shape, p.dtype)
+        for p, k in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, new)
+
+
+def inputs(B=2, T=12, seed=0, segments=None):
+    ids_BT = np.random.default_rng(seed).integers(0, 97, (B, T))
+    segments_BT = np.ones((B, T), np.int32) if segments is None else np.asarray(segments)
+    starts = np.diff(segments_BT, axis=1, prepend=0) != 0
+    index = np.broadcast_to(np.arange(T), (B, T))
+    positions_BT = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+    return ids_BT, positions_BT, segments_BT
+
+
+def logits(config, params, batch):
+    @jax.jit
+    def forward(params, *batch):
+        hidden_BTD = transformer.apply(config, params, *batch).hidden_BTD
+        head_VD = transformer.head(params).astype(hidden_BTD.dtype)
+        return jnp.einsum("btd,vd->btv", hidden_BTD, head_VD)
+
+    return np.asarray(forward(params, *batch), np.float32)
+
+
+def query_gradients(config, params, batch):
+    def loss(params):
+        hidden_BTD = transformer.apply(config, params, *batch).hidden_BTD
+        return jnp.sum(jnp.sin(jnp.einsum("btd,vd->btv", hidden_BTD, transformer.head(params))))
+
+    layers = jax.jit(jax.grad(loss))(params)["layers"]
+    return [layers[f"{kind}_reader"]["routing"]["query"] for kind in variants.SUBLAYERS]
+
+
+def without_routing(params):
+    layers = {k: v for k, v in params["layers"].items() if not k.endswith("_reader")}
+    return {**{k: v for k, v in params.items() if k != "final_reader"}, "layers": layers}
+
+
+@pytest.mark.parametrize("name", ["attnres_block", "attnres_full", "delta_attnres"])
+def test_zero_queries_without_eps_are_the_baseline(tiny, name):
+    config = make(tiny, name, norm_eps=0.0)
+    params = init(config, jax.random.key(0))
+    plain = make(tiny, "baseline", norm_eps=0.0)
+    expected = logits(plain, without_routing(params), inputs())
+    np.testing.assert_allclose(logits(config, params, inputs()), expected, rtol=0, atol=2e-5)
+
+
+def test_zero_queries_of_delta_block_are_not_the_baseline(tiny):
+    config = make(tiny, "delta_block", norm_eps=0.0)
+    params = init(config, jax.random.key(0))
+    plain = make(tiny, "baseline", norm_eps=0.0)
+    difference = logits(config, params, inputs()) - logits(plain, without_routing(params), inputs())
+    assert np.max(np.abs(difference)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["delta_attnres", "delta_block", "full_additive"])
+@pytest.mark.parametrize("scan", ["blocks", "unrolled"])
+def test_centered_starts_as_the_baseline_bit_for_bit_and_learns(tiny, name, scan):
+    config = make(tiny, name, scan=scan, centered=True)
+    params = init(config, jax.random.key(0))
+    plain = make(tiny, "baseline", scan=scan)
+    expected = logits(plain, without_routing(params), inputs())
+    np.testing.assert_array_equal(logits(config, params, inputs()), expected)
+    # The last layer's readers have several sources.
+    for query_LD in query_gradients(config, params, inputs()):
+        assert np.max(np.abs(query_LD[-1])) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["delta_attnres", "delta_block", "delta_block_released"])
+def test_alpha_gate_starts_as_the_baseline_bit_for_bit(tiny, name):
+    config = make(tiny, name, gate="alpha")
+    params = init(config, jax.random.key(0))
+    expected = logits(make(tiny, "baseline"), without_routing(params), inputs())
+    np.testing.assert_array_equal(logits(config, params, inputs()), expected)
+
+
+@all_variants
+def test_no_token_sees_a_later_one_or_another_document(tiny, name, options):
+    config = make(tiny, name, **options)
+    params = randomise(init(config, jax.random.key(0)))
+    segments_BT = [[1] * 7 + [2] * 5]
+    ids_BT, positions_BT, segments_BT = inputs(1, 12, segments=segments_BT)
+
+    def changed(position):
+        other_BT = ids_BT.copy()
+        other_BT[0, position] = (other_BT[0, position] + 1) % 97
+        return logits(config, params, (other_BT, positions_BT, segments_BT))
+
+    base = logits(config, params, (ids_BT, positions_BT, segments_BT))
+    for position in (3, 9):
+        difference_T = np.max(np.abs(changed(position) - base), axis=(0, 2))
+        seen = (np.arange(12) >= position) & (segments_BT[0] == segments_BT[0, position])
+        assert np.all(difference_T[~seen] == 0), difference_T
+        assert np.all(difference_T[seen] > 0), difference_T
+
+
+@pytest.mark.parametrize("scan", ["blocks", "unrolled"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("attention", ["auto", "reference"])
+def test_a_packed_document_is_as_if_alone(tiny, scan, remat, attention):
+    config = make(tiny, scan=scan, remat=remat, attention=attention)
+    params = randomise(init(config, jax.random.key(0)))
+    packed = inputs(1, 12, segments=[[1] * 7 + [2] * 5])
+    alone = inputs(1, 5)
+    alone = (packed[0][:, 7:], *alone[1:])
+    np.testing.assert_allclose(
+        logits(config, params, packed)[:, 7:], logits(config, params, alone), rtol=0, atol=2e-5
+    )
+
+
+@all_variants
+@pytest.mark.slow
+def test_forms_of_the_depth_loop_agree(tiny, name, options):
+    """Scan over blocks, unrolled, and every remat policy: values and gradients."""
+    batch = inputs()
+    results = {}
+    for scan, remat in itertools.product(["blocks", "unrolled"], ["none", *depth.REMAT_POLICIES]):
+        config = make(tiny, name, scan=scan, remat=remat, **options)
+        params = randomise(init(config, jax.random.key(0)), scale=0.05)
+
+        @jax.jit
+        @jax.value_and_grad
+        def loss(params, config=config):
+            hidden_BTD = transformer.apply(config, params, *batch).hidden_BTD
+            return losses.cross_entropy_sums(
+                hidden_BTD, transformer.head(params), batch[0], np.ones((2, 12), np.float32)
+            ).loss
+
+        results[scan, remat] = loss(params)
+    value, grads = results.pop(("blocks", "none"))
+    for form, (other_value, other_grads) in results.items():
+        np.testing.assert_allclose(other_value, value, rtol=1e-6, err_msg=str(form))
+        for a, b in zip(jax.tree.leaves(other_grads), jax.tree.leaves(grads), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b)) + 1e-9)
+
+
+@pytest.mark.parametrize(("num_layers", "num_blocks"), [(7, 3), (1, 1), (5, 5)])
+@pytest.mark.parametrize("scan", ["blocks", "unrolled"])
+def test_short_last_blocks_read_what_the_table_says(tiny, scan, num_layers, num_blocks):
+    config = make(tiny, "delta_block_released", num_layers, num_blocks, scan=scan)
+    params = init(config, jax.random.key(0))
+    output = jax.jit(lambda params: transformer.apply(config, params, *inputs(), capture=True))(
+        params
+    )
+    routing = transformer.routing_by_reader(config, output.routing)
+    names = variants.source_names("delta_block_released", num_layers, num_blocks)
+    assert {r: len(s) for r, s in names.items()} == {r: len(w) for r, w in routing.items()}
+    for reader, weights_SBT in routing.items():
+        # Zero queries weigh what is read alike: nothing that is read is masked, nothing else adds.
+        np.testing.assert_allclose(weights_SBT, 1 / len(names[reader]), atol=1e-6)
+
+
+@all_variants
+def test_captured_weights_are_spread_over_the_visible_sources(tiny, name, options):
+    config = make(tiny, name, **options)
+    params = randomise(init(config, jax.random.key(0)))
+    output = jax.jit(lambda params: transformer.apply(config, params, *inputs(), capture=True))(
+        params
+    )
+    if name == "baseline":
+        assert transformer.routing_by_reader(config, output.routing) == {}
+        return
+    for weights_SBT in transformer.routing_by_reader(config, output.routing).values():
+        np.testing.assert_allclose(np.sum(weights_SBT, axis=0), 1.0, atol=1e-5)
+        assert np.min(weights_SBT) > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_padding_and_single_tokens_are_finite_and_add_nothing(tiny, dtype, remat):
+    config = make(tiny, num_layers=2, dtype=dtype, remat=remat)
+    params = init(config, jax.random.key(0))
+    ids_BT, positions_BT, segments_BT = inputs(4, 12)
+    weights_BT = np.ones((4, 12), np.float32)
+    weights_BT[2] = 0  # a row of padding
+    weights_BT[3, 1:] = 0  # a row with one token
+    segments_BT[3, 1:] = 2
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, *batch):
+        hidden_BTD = transformer.apply(config, params, *batch[:3]).hidden_BTD
+        return losses.cross_entropy_sums(
+            hidden_BTD, transformer.head(params), batch[0], batch[3]
+        ).loss
+
+    everything = (ids_BT, positions_BT, segments_BT, weights_BT)
+    value, grads = loss(params, *everything)
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves((value, grads)))
+    kept = loss(params, *(x[[0, 1]] for x in everything))
+    single = loss(params, *(x[[3, 3]] for x in everything[:3]), weights_BT[[3, 2]])
+    tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(value, kept[0] + single[0], rtol=tolerance)
+    for whole, a, b in zip(*map(jax.tree.leaves, (grads, kept[1], single[1])), strict=True):
+        np.testing.assert_allclose(whole, a + b, atol=tolerance * np.max(np.abs(whole)) + 1e-9)
+
+
+@all_variants
+def test_bfloat16_follows_float32(tiny, name, options):
+    config = make(tiny, name, **options)
+    params = init(config, jax.random.key(0))
+    half = FrozenConfigDict({**config.to_dict(), "dtype": "bfloat16"})
+    wide = logits(config, params, inputs())
+    error = np.max(np.abs(logits(half, params, inputs()) - wide)) / np.max(np.abs(wide))
+    assert 0 < error < 0.05
+    assert {p.dtype for p in jax.tree.leaves(init(half, jax.random.key(0)))} == {
+        jnp.dtype("float32")
+    }
+
+
+def test_routing_is_computed_in_float32_under_bfloat16(tiny):
+    """No bfloat16 value is reduced, exponentiated or divided in a reader."""
+    config = make(tiny, "delta_attnres", dtype="bfloat16", scan="unrolled")
+    params = init(config, jax.random.key(0))
+    jaxpr = jax.make_jaxpr(lambda p: transformer.apply(config, p, *inputs()).hidden_BTD)(params)
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("exp", "rsqrt", "reduce_sum", "reduce_max", "div"):
+            for variable in equation.invars:
+                assert getattr(variable.aval, "dtype", None) != jnp.bfloat16, equation
+
+
+def test_initial_values_do_not_depend_on_variant_or_blocks(tiny):
+    plain = init(make(tiny, "baseline"), jax.random.key(0))
+    for name, blocks in (("delta_block", 2), ("delta_block", 4), ("attnres_full", 1)):
+        routed = init(make(tiny, name, num_blocks=blocks), jax.random.key(0))
+        jax.tree.map(np.testing.assert_array_equal, without_routing(routed), plain)
+
+
+def test_initial_scale(tiny):
+    params = init(make(tiny, tied=False), jax.random.key(0))
+    for name in ("embedding", "head"):
+        assert abs(np.std(params[name]) - 0.02) < 0.002
+    assert abs(np.std(params["layers"]["mlp"]["down"]) - 0.02) < 0.002
+    assert np.all(params["layers"]["attn"]["query_norm"]["gain"] == 1)
+    assert np.all(params["layers"]["attn_reader"]["routing"]["query"] == 0)
+
+
+def test_token_ids_outside_the_vocabulary_are_not_clipped(tiny):
+    config = make(tiny)
+    params = init(config, jax.random.key(0))
+    ids_BT, *rest = inputs(1, 4)
+    ids_BT[0, 1] = 97
+    assert np.isnan(logits(config, params, (ids_BT, *rest))[0, 1]).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_equals_the_one_from_whole_logits_and_never_holds_them(tiny, tied):
+    config = make(tiny, tied=tied)
+    params = randomise(init(config, jax.random.key(0)))
+    batch = inputs(2, 12)
+    weights_BT = (np.arange(24).reshape(2, 12) % 3 > 0).astype(np.float32)
+
+    def chunked(params):
+        hidden_BTD = transformer.apply(config, params, *batch).hidden_BTD
+        return losses.cross_entropy_sums(hidden_BTD, transformer.head(params), batch[0], weights_BT)
+
+    log_z = jax.nn.log_softmax(logits(config, params, batch))
+    expected = -np.take_along_axis(np.asarray(log_z), batch[0][..., None], axis=-1)[..., 0]
+    sums = chunked(params)
+    np.testing.assert_allclose(sums.loss, np.sum(expected * weights_BT), rtol=1e-5)
+    np.testing.assert_allclose(sums.weight, np.sum(weights_BT))
+    text = str(jax.make_jaxpr(jax.grad(lambda p: chunked(p).loss))(params))
+    assert "2,6,97" in text  # a chunk of the logits
+    assert "2,12,97" not in text
+
+
+@pytest.mark.parametrize("size", sizes.SIZES)
+@pytest.mark.parametrize("name", ["baseline", "delta_block", "attnres_full"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_counted_parameters_are_those_of_the_tree(tiny, size, name, tied):
+    num_layers = sizes.SIZES[size]["num_layers"]
+    config = make(tiny, name, num_layers, tied=tied)
+    options = {"null_source": True, "gate": "scalar"} if name == "delta_block" else {}
+    model = {**config.to_dict(), **sizes.SIZES[size], "vocab_size": 151936}
+    model["residual"].update(options)
+    config = FrozenConfigDict(model)
+    shapes = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
+    assert sum(sizes.parameter_counts(config).values()) == sum(
+        p.size for p in jax.tree.leaves(shapes)
+    )
+
+
+def test_sizes_are_the_published_ones(tiny):
+    published = {"220m": 220.5, "533m": 533.1, "600m": 596.0, "1b": 1043.8, "7b": 7568.0}
+    for size, millions in published.items():
+        model = {**make(tiny, "baseline").to_dict(), **sizes.SIZES[size], "vocab_size": 151936}
+        total = sum(sizes.parameter_counts(FrozenConfigDict(model)).values()) / 1e6
+        assert abs(total - millions) < 0.5e-3 * millions, size
+
+
+def test_flops_are_those_of_the_matmuls(tiny):
+    """Against XLA's own count of a forward pass without attention's masked half."""
+    config = make(tiny, "baseline", scan="unrolled")
+    params = init(config, jax.random.key(0))
+    B, T = 2, 12
+
+    def forward(params):
+        hidden_BTD = transformer.apply(config, params, *inputs(B, T)).hidden_BTD
+        return jnp.einsum("btd,vd->btv", hidden_BTD, transformer.head(params))
+
+    flops = 0
+    for equation in jax.make_jaxpr(forward)(params).eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            inner = int(np.prod([left[i] for i in contracted]))
+            flops += 2 * inner * equation.outvars[0].aval.size
+    counted = sizes.flops_per_token(config, T)["model"] / 3 * B * T
+    other_half = 2 * config.num_layers * config.num_heads * config.head_dim * T * B * T
+    assert counted + other_half == flops
