@@ -96,6 +96,8 @@ def run(main: Callable[[], int | None], doc: str) -> None:
     """
     if any(a in ("-h", "-help", "--help", "--helpfull") for a in sys.argv[1:]):
         own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+        if "config" in flags.FLAGS:
+            own = [flags.FLAGS["config"], *own]
         lines = [f"  --{f.name}: {f.help} (default: {f.value!r})" for f in own]
         print(doc.strip(), "", "flags:", *lines, sep="\n")
         sys.exit(0)
@@ -105,6 +107,10 @@ def run(main: Callable[[], int | None], doc: str) -> None:
         _parse(sys.argv)
         logging.set_verbosity(logging.WARNING)
         code = main() or 0
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except Stop as stop:
         print(f"error: {stop}" if stop.code < 128 else str(stop), file=sys.stderr)
         code = stop.code

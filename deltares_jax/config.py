@@ -192,7 +192,7 @@ def notes(config: FrozenConfigDict) -> list[str]:
     ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     spans = ", ".join(f"{a}-{b - 1}" for a, b in itertools.pairwise(ends))
     asked = f" ({residual.num_blocks} asked for)" if len(lengths) < residual.num_blocks else ""
-    lines.append(f"{len(lengths)} blocks{asked}: layers {spans}")
+    lines.append(f"blocks: {len(lengths)}{asked}, of layers {spans}")
     if len(lengths) == 1 and row.routing == "add" and not residual.null_source:
         lines.append(
             "warning: with one block every reader has one source at most, so its weight is 1 and "
@@ -249,7 +249,8 @@ def changed_on_resume(saved: dict[str, Any], config: FrozenConfigDict) -> list[s
         rule = resume_rule(key)
         wide = key == "model.dtype" and "float64" in (before, after)  # another dtype on disk
         bad = rule == "fixed" or (rule == "upwards" and after < before) or wide
-        (refused if bad else allowed).append(f"{key}: {before} → {after}")
+        why = " (float64 is kept as float64 in checkpoints)" if wide else ""
+        (refused if bad else allowed).append(f"{key}: {before} → {after}{why}")
     if refused:
         raise ValueError(
             f"this run cannot be resumed with {'; '.join(refused)} (saved → asked); "

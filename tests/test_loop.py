@@ -18,7 +18,7 @@ from deltares_jax import config as config_lib
 from deltares_jax import load
 from deltares_jax.data import ngram, pipeline
 from deltares_jax.models import transformer, variants
-from deltares_jax.training import checkpoint, loop, losses, metrics, signals
+from deltares_jax.training import checkpoint, loop, losses, metrics, programs, signals
 
 
 def train(config, workdir, **kwargs):
@@ -205,6 +205,20 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def test_a_stop_before_the_first_step_says_that_nothing_was_saved(tiny, tmp_path, monkeypatch):
+    real = programs.Programs.__init__
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        real(*args)
+
+    monkeypatch.setattr(programs.Programs, "__init__", interrupted)
+    with pytest.raises(signals.Stop, match="before a step was made") as stopped:
+        train(tiny, tmp_path / "run")
+    assert stopped.value.code == 144
+    assert checkpoint.newest(tmp_path / "run") is None
+
+
 def test_a_step_that_is_not_finite_stops_the_run(tiny, tmp_path, monkeypatch):
     real = pipeline.train_batches
 
@@ -283,7 +297,7 @@ def test_profile_and_batch_report(tiny, tmp_path, capsys):
     train(tiny, tmp_path / "run")
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
     out = capsys.readouterr().out
-    assert "8 sequences of 16 tokens, 128 in all: 2 micro-batches of 4" in out
+    assert "global batch 8 × 16 tokens, 128 per update; micro-batch 4, accumulation 2" in out
     rows = log(tmp_path / "run")
     targets = 6 * 128
     assert targets * 0.9 < rows[6]["tokens_seen"] <= targets

@@ -96,12 +96,12 @@ def close_block(config: FrozenConfigDict, opened: State, state: State, block: An
     if row.grows != "block":
         return state
     stream_BTD, sources_SBTD = state
-    if row.appends == "delta":
-        source_BTD = stream_BTD - opened.stream_BTD
-    elif row.appends == "sum":
-        source_BTD = stream_BTD
-    else:  # "change": against the newest source, as the released code does
-        source_BTD = stream_BTD - lax.dynamic_index_in_dim(sources_SBTD, block, 0, keepdims=False)
+    source_BTD = {
+        "delta": lambda: stream_BTD - opened.stream_BTD,
+        "sum": lambda: stream_BTD,
+        # Against the newest source, as the released code does.
+        "change": lambda: stream_BTD - lax.dynamic_index_in_dim(sources_SBTD, block, 0, False),
+    }[row.appends]()
     slot = row.seeded + block
     sources_SBTD = lax.dynamic_update_index_in_dim(sources_SBTD, source_BTD, slot, 0)
     if row.stream == "restart":

@@ -1,9 +1,7 @@
 """The train loop, the data flow from top to bottom; everything that is compiled is in step.py."""
 
 import functools
-import os
 import pathlib
-import time
 from typing import Any
 
 import jax
@@ -12,11 +10,11 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
 from deltares_jax import config_checks
-from deltares_jax.data import pipeline, prepare
-from deltares_jax.models import sizes
+from deltares_jax.data import pipeline
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import sharding
-from deltares_jax.training import checkpoint, metrics, optim, signals, step, summary
+from deltares_jax.training import checkpoint, metrics, signals, step, summary
+from deltares_jax.training import programs as programs_lib
 from deltares_jax.training import workdir as workdir_lib
 
 
@@ -37,7 +35,7 @@ def train(
     """
     # 1. The run's folder, and what is in it: own checkpoints, else a fresh start.
     folder = workdir_lib.open_workdir(workdir)
-    _set_up_jax(config)
+    programs_lib.set_up_jax(config)
     start = checkpoint.newest(folder)
     resumed, meta = start or (0, {"rows_seen": 0, "tokens_seen": 0, "seconds": 0.0})
     changes = config_lib.changed_on_resume(meta["config"], config) if resumed else []
@@ -56,7 +54,8 @@ def train(
             f"this run cannot be resumed with other data: its fingerprint was {meta['data'][:12]}, "
             f"that of {config.data.source} is {fingerprint[:12]} (another interpreter's library?)"
         )
-    _print_start(config, folder, mesh, dataset, resumed, meta, changes)
+    lines = summary.start_lines(config, folder, mesh, dataset, resumed, meta, changes)
+    print(*lines, sep="\n", flush=True)
     if resumed >= config.train.steps:
         print(f"this run is finished; to go on: --config.train.steps={2 * config.train.steps}")
         return summary.finish(config, folder, recipe, dataset)
@@ -64,70 +63,33 @@ def train(
     writer = metrics.Writer(folder, config)
     checkpoints = checkpoint.Checkpointer(folder, config.checkpoint.keep)
 
-    # 4. State: restored into its shardings, or made in them.
-    init = functools.partial(step.init_state, config)
-    abstract_state = jax.eval_shape(init)
-    shardings = sharding.state_shardings(abstract_state, mesh)
-    if resumed:
-        state = checkpoints.restore(resumed, checkpoint.abstract(abstract_state, shardings))
-    else:
-        state = jax.jit(init, out_shardings=shardings)()
-
-    # 5. Programs.
-    programs = Programs(config, mesh, abstract_state, shardings, dataset.rows["train"][0])
-    print(
-        f"compiled in {metrics.human_time(programs.compile_seconds)}; "
-        f"one step needs {metrics.human_bytes(programs.peak_bytes)} a device",
-        flush=True,
-    )
-
-    # 6. Steps. The device gets the next one before the numbers of the last are read.
-    run = _Run(config, folder, checkpoints, writer, programs, dataset, meta, resumed)
     with signals.StopRequest() as request:
+        # 4. State: restored into its shardings, or made in them.
+        init = functools.partial(step.init_state, config)
+        abstract_state = jax.eval_shape(init)
+        shardings = sharding.state_shardings(abstract_state, mesh)
+        if resumed:
+            state = checkpoints.restore(resumed, checkpoint.abstract(abstract_state, shardings))
+        else:
+            state = jax.jit(init, out_shardings=shardings)()
+
+        # 5. Programs.
+        row = dataset.rows["train"][0]
+        programs = programs_lib.Programs(config, mesh, abstract_state, shardings, row)
+        print(
+            f"compiled in {metrics.human_time(programs.compile_seconds)}; "
+            f"one step needs {metrics.human_bytes(programs.peak_bytes)} a device",
+            flush=True,
+        )
+
+        # 6. Steps. The device gets the next one before the numbers of the last are read.
+        run = _Run(config, folder, checkpoints, writer, programs, dataset, meta, resumed)
         try:
             run.steps(state, request)
         finally:
             writer.close()
             checkpoints.close()
     return summary.finish(config, folder, recipe, dataset)
-
-
-class Programs:
-    """The compiled train and evaluation steps, and how batches reach the devices."""
-
-    def __init__(
-        self, config: FrozenConfigDict, mesh: Any, state: Any, shardings: Any, row: pipeline.Batch
-    ):
-        began = time.perf_counter()
-        self._batch_sharding = sharding.batch_sharding(mesh)
-
-        def batch(size: int) -> dict[str, jax.ShapeDtypeStruct]:
-            return {k: jax.ShapeDtypeStruct((size, *v.shape), v.dtype) for k, v in row.items()}
-
-        with sharding.activate(mesh):
-            train = jax.jit(
-                functools.partial(step.train_step, config),
-                in_shardings=(shardings, self._batch_sharding),
-                out_shardings=(shardings, None),
-                donate_argnums=0,
-            )
-            self.train = train.lower(state, batch(config.train.batch_size)).compile()
-            evaluate = jax.jit(
-                functools.partial(step.eval_step, config),
-                in_shardings=(shardings.params, self._batch_sharding),
-            )
-            if config.eval.every:
-                abstract = batch(config.eval.batch_size)
-                self.evaluate = evaluate.lower(state.params, abstract).compile()
-        self.compile_seconds = time.perf_counter() - began
-        self.peak_bytes = _peak_bytes(self.train)
-
-    def put(self, batch: pipeline.Batch) -> step.Batch:
-        """A host's batch as arrays over all devices."""
-        return {
-            key: jax.make_array_from_process_local_data(self._batch_sharding, value)
-            for key, value in batch.items()
-        }
 
 
 class _Run:
@@ -139,7 +101,7 @@ class _Run:
         folder: pathlib.Path,
         checkpoints: checkpoint.Checkpointer,
         writer: metrics.Writer,
-        programs: Programs,
+        programs: programs_lib.Programs,
         dataset: pipeline.Dataset,
         meta: dict[str, Any],
         first: int,
@@ -161,6 +123,11 @@ class _Run:
         rows = self.dataset.rows["train"]
         batches = pipeline.train_batches(rows, cfg.train.seed, batch_size, self.rows_seen)
         profile = config_checks.parse_profile_steps(cfg.train.profile_steps, cfg.train.steps)
+        if request.name:
+            raise signals.Stop(
+                f"stopped by {request.name} before a step was made; nothing new to save",
+                signals.NOT_SAVED,
+            )
         for number in range(self.first + 1, cfg.train.steps + 1):
             self.clock.start()
             if profile and number == profile[0]:
@@ -256,67 +223,3 @@ class _Run:
         return signals.Stop(
             f"step {number} could not be saved under {where}: {error}", signals.CANNOT_SAVE
         )
-
-
-def _peak_bytes(compiled: Any) -> int:
-    """Bytes a device that a program needs; 0 where the platform does not tell."""
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        return 0
-    peak = getattr(analysis, "peak_memory_in_bytes", 0)
-    return peak or analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
-
-
-def _set_up_jax(config: FrozenConfigDict) -> None:
-    if config.model.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
-    if config.train.compile_cache == "off" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
-    path = config_lib.cache_folder() / "xla"
-    if config.train.compile_cache != "auto":
-        path = pathlib.Path(config.train.compile_cache).expanduser().absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(13, "Permission denied")
-    except OSError as error:
-        print(f"warning: train.compile_cache={path} cannot be written ({error.strerror}); going on")
-        return
-    jax.config.update("jax_compilation_cache_dir", str(path))
-
-
-def _print_start(
-    config: FrozenConfigDict,
-    folder: pathlib.Path,
-    mesh: jax.sharding.Mesh,
-    dataset: pipeline.Dataset,
-    resumed: int,
-    meta: dict[str, Any],
-    changes: list[str],
-) -> None:
-    """Says what will run, in a few lines."""
-    start = f"resumed at step {resumed}" if resumed else "fresh start"
-    lines = [f"{folder}: {start}", *(f"changed on resume: {change}" for change in changes)]
-    if any(change.startswith("train.steps") for change in changes):
-        old = FrozenConfigDict(meta["config"])
-        rates = [float(optim.schedule(c)(resumed + 1)) for c in (old, config)]
-        lines.append(f"learning rate of the next step: {rates[0]:.3e} → {rates[1]:.3e}")
-    device = mesh.devices.flat[0]
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    lines.append(f"devices: {mesh.size} {device.platform} ({device.device_kind}); mesh: {axes}")
-    lines += prepare.describe(dataset.manifest)
-    held_out = len(dataset.rows["validation"])
-    if config.eval.every and config.eval.rows > held_out:
-        lines.append(f"eval.rows={config.eval.rows}: the split has {held_out}, all are used")
-    counts = sizes.parameter_counts(config.model)
-    lines.append(
-        f"{config.model.residual.variant}: {metrics.human_count(sum(counts.values()))} parameters, "
-        f"{counts['routing']:,} of them for routing"
-    )
-    lines += config_lib.notes(config)
-    batch, parts = config.train.batch_size, config.train.accumulation
-    lines.append(
-        f"an update is {batch} sequences of {config.data.seq_len} tokens, "
-        f"{batch * config.data.seq_len:,} in all: {parts} micro-batches of {batch // parts}"
-    )
-    print(*lines, sep="\n", flush=True)

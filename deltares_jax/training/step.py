@@ -85,7 +85,7 @@ def train_step(
     """
     sums, grads = gradients(config, state.params, batch)
     loss = sums.loss / jnp.maximum(sums.weight, 1.0)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     updates, opt_state = optim.make_optimizer(config).update(grads, state.opt_state, state.params)
     updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)

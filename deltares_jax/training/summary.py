@@ -1,15 +1,70 @@
-"""The last lines of a run: where it is, what it reached, what to try next."""
+"""The first and last lines of a run: what will run, what it reached, what to try next."""
 
 import pathlib
+import shlex
 from typing import Any
 
+import jax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
+from deltares_jax import config as config_lib
 from deltares_jax.analysis import plots
-from deltares_jax.data import ngram, pipeline
-from deltares_jax.training import metrics
+from deltares_jax.data import ngram, pipeline, prepare
+from deltares_jax.models import sizes
+from deltares_jax.training import metrics, optim
+from deltares_jax.training import workdir as workdir_lib
 
 PICTURE = "loss.png"
+
+
+def start_lines(
+    config: FrozenConfigDict,
+    folder: pathlib.Path,
+    mesh: jax.sharding.Mesh,
+    dataset: pipeline.Dataset,
+    resumed: int,
+    meta: dict[str, Any],
+    changes: list[str],
+) -> list[str]:
+    """What will run, in a few lines.
+
+    Args:
+      config: the resolved config.
+      folder: of the run.
+      mesh: the device mesh.
+      dataset: the data.
+      resumed: the step that the run goes on from; 0 for a fresh start.
+      meta: what the checkpoint says of itself.
+      changes: lines on what the resumed run changes.
+    """
+    start = f"resumed at step {resumed}" if resumed else "fresh start"
+    lines = [
+        f"{workdir_lib.shown(folder)}: {start}",
+        *(f"changed on resume: {change}" for change in changes),
+    ]
+    if any(change.startswith("train.steps") for change in changes):
+        old = FrozenConfigDict(meta["config"])
+        rates = [float(optim.schedule(c)(resumed + 1)) for c in (old, config)]
+        lines.append(f"learning rate of the next step: {rates[0]:.3e} → {rates[1]:.3e}")
+    device = mesh.devices.flat[0]
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    lines.append(f"devices: {mesh.size} {device.platform} ({device.device_kind}); mesh: {axes}")
+    lines += prepare.describe(dataset.manifest)
+    held_out = len(dataset.rows["validation"])
+    if config.eval.every and config.eval.rows > held_out:
+        lines.append(f"eval.rows={config.eval.rows}: the split has {held_out}, all are used")
+    counts = sizes.parameter_counts(config.model)
+    lines.append(
+        f"{config.model.residual.variant}: {metrics.human_count(sum(counts.values()))} parameters, "
+        f"{counts['routing']:,} of them for routing"
+    )
+    lines += config_lib.notes(config)
+    batch, parts = config.train.batch_size, config.train.accumulation
+    lines.append(
+        f"global batch {batch} × {config.data.seq_len} tokens, {batch * config.data.seq_len:,} per "
+        f"update; micro-batch {batch // parts}, accumulation {parts}"
+    )
+    return lines
 
 
 def bigram_loss(config: FrozenConfigDict, dataset: pipeline.Dataset) -> float | None:
@@ -44,7 +99,7 @@ def finish(
         "last_loss": last["loss"],
     }
     lines = [
-        f"run: {folder}",
+        f"run: {workdir_lib.shown(folder)}",
         f"loss: {first['loss']:.4f} at step {first['step']}, "
         f"{last['loss']:.4f} at step {last['step']} ({metrics.human_count(last['tokens_seen'])} "
         "tokens)",
@@ -60,12 +115,13 @@ def finish(
         lines.append(text)
     title = f"{config.model.residual.variant} on {config.data.source}"
     plots.loss_curve(train, held_out, folder / PICTURE, title, bigram)
-    lines.append(f"curve: {folder / PICTURE}")
+    lines.append(f"curve: {workdir_lib.shown(folder / PICTURE)}")
     other = "baseline" if config.model.residual.variant != "baseline" else "delta_block"
     if recipe:
         lines.append(
             f"next: python -m deltares_jax.train --config={recipe} "
-            f"--config.model.residual.variant={other} --workdir={folder.parent / other}"
+            f"--config.model.residual.variant={other} "
+            f"--workdir={shlex.quote(workdir_lib.shown(folder.parent / other))}"
         )
     print(*lines, sep="\n", flush=True)
     return result

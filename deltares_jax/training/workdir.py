@@ -44,6 +44,12 @@ def open_workdir(path: str) -> pathlib.Path:
     return workdir
 
 
+def shown(path: pathlib.Path) -> str:
+    """A path as it is printed: relative where it lies below the current folder."""
+    here = pathlib.Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
     """Writes JSON so that a reader sees the old or the new file, never a part."""
     partial = path.with_name(f".{path.name}.partial")
