@@ -17,7 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("bfloat16", "float32", "float64"),
     "model.remat": ("none", "full", "save_attention", "save_projections"),
     "model.scan": ("auto", "blocks", "unrolled"),
-    "model.attention": ("auto", "reference"),
+    "model.attention": ("auto", "reference", "splash", "cudnn"),
     "model.residual.variant": tuple(variants.VARIANTS),
     "model.residual.gate": ("none", "scalar", "alpha"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
@@ -106,8 +106,16 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value} must be above 0")
         if key.startswith("mesh.") and value < 1 and value != -1:
             raise ValueError(f"{key}={value} must be at least 1, or -1 for all remaining devices")
+    for key in ("data.dir", "train.compile_cache"):
+        local_folder(key, flat[key])
     if flat["train.seed"] >= _SEED_LIMIT:
         raise ValueError(f"train.seed={flat['train.seed']} must be below {_SEED_LIMIT}")
+
+
+def local_folder(key: str, path: str) -> None:
+    """Refuses addresses of buckets, which would become a local folder of that name."""
+    if "://" in path:
+        raise ValueError(f"{key}={path!r} must be a local folder; buckets are not supported")
 
 
 def combinations(flat: Flat) -> None:

@@ -292,6 +292,32 @@ def test_checkpoints_hold_the_state_of_their_step(tiny, tmp_path):
     assert load(tmp_path / "every", step=3).step == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "num_layers", "num_blocks"),
+    [("delta_block_released", 7, 3), ("delta_block", 3, 1), ("delta_block", 1, 1)],
+)
+def test_odd_depths_train_resume_and_show_their_routing(
+    tiny, tmp_path, monkeypatch, capsys, name, num_layers, num_blocks
+):
+    tiny.model.update({"num_layers": num_layers, "dtype": "bfloat16"})
+    tiny.model.residual.update({"variant": name, "num_blocks": num_blocks})
+    with monkeypatch.context() as patch:
+        StopAt(patch, 3)
+        with pytest.raises(signals.Stop):
+            train(tiny, tmp_path / "run")
+    train(tiny, tmp_path / "run")
+    out = capsys.readouterr().out
+    spans = {7: "layers 0-2, 3-5, 6-6", 3: "layers 0-2", 1: "layers 0-0"}
+    assert f"blocks: {num_blocks}, of {spans[num_layers]}" in out
+    assert ("queries never learn" in out) == (num_blocks == 1)
+    model = load(tmp_path / "run")
+    names = variants.source_names(name, num_layers, num_blocks)
+    assert {r: len(w) for r, w in model.routing([[1, 2, 3]]).items()} == {
+        r: len(s) for r, s in names.items()
+    }
+    assert {p.dtype for p in jax.tree.leaves(model.params)} == {np.dtype("float32")}
+
+
 def test_profile_and_batch_report(tiny, tmp_path, capsys):
     tiny.train.update({"profile_steps": "2:3", "accumulation": 2})
     train(tiny, tmp_path / "run")

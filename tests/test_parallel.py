@@ -110,7 +110,7 @@ def test_a_run_goes_on_on_another_mesh(short, tmp_path):
 
 
 BAD = [
-    ({"train.batch_size": 12}, {"data": 8}, r"train\.batch_size=12.*=12 .*8 data.*8 or 16"),
+    ({"train.batch_size": 12}, {"data": 8}, r"train\.batch_size=12 .*8 data.*8 or 16"),
     ({"train.batch_size": 4}, {"data": 8}, r"train\.batch_size=4.*nearest: 8"),
     ({"train.batch_size": 8, "train.accumulation": 2}, {"data": 8}, "accumulation=4 .*8 data"),
     ({"eval.batch_size": 5}, {"data": 8}, r"eval\.batch_size=5 .*8 data"),

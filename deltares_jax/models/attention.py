@@ -1,14 +1,19 @@
-"""Causal attention that stays inside a document.
+"""Causal attention that stays inside a document: one signature, several implementations.
 
 B batch, T queries, S keys, H query heads, K key/value heads, G = H/K, d head_dim.
 """
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from deltares_jax.models.routing_ops import statistics_dtype
+
+# Scores are computed in tiles of this side where the row is long enough.
+_SPLASH_BLOCK = 512
+_SPLASH_MULTIPLE = 128
 
 
 def rotary_tables(
@@ -28,14 +33,21 @@ def rotate(x_BTHd: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
     return rotated.astype(x_BTHd.dtype)
 
 
+def _mask(segments_BT: jax.Array) -> jax.Array:
+    """[B, T, S]: a token sees itself and earlier ones of its own segment.
+
+    Every token sees at least itself, padding included (it is a segment of its own), so no row is
+    ever fully masked.
+    """
+    T = segments_BT.shape[1]
+    causal_TS = jnp.tril(jnp.ones((T, T), bool))
+    return (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TS[None]
+
+
 def reference(
     q_BTHd: jax.Array, k_BTKd: jax.Array, v_BTKd: jax.Array, segments_BT: jax.Array
 ) -> jax.Array:
-    """Plain softmax attention; a token sees itself and earlier ones of its own segment.
-
-    Every token sees at least itself, padding included (it is a segment of its own), so no row is
-    ever fully masked. Holds [B, H, T, T].
-    """
+    """Plain softmax attention on any platform. Holds [B, H, T, T] in float32 or wider."""
     B, T, H, d = q_BTHd.shape
     K = k_BTKd.shape[2]
     dtype = statistics_dtype(q_BTHd.dtype)
@@ -43,14 +55,108 @@ def reference(
     logits_BKGTS = jnp.einsum(
         "btkgd,bskd->bkgts", q_BTKGd, k_BTKd, preferred_element_type=dtype
     ) * (d**-0.5)
-    causal_TS = jnp.tril(jnp.ones((T, T), bool))
-    mask_BTS = (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TS[None]
-    logits_BKGTS = jnp.where(mask_BTS[:, None, None], logits_BKGTS, jnp.finfo(dtype).min)
+    mask_BKGTS = _mask(segments_BT)[:, None, None]
+    logits_BKGTS = jnp.where(mask_BKGTS, logits_BKGTS, jnp.finfo(dtype).min)
     weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BTKd.dtype)
     return jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BTKd).reshape(B, T, H, d)
 
 
-IMPLEMENTATIONS = {"reference": reference}
+def splash(
+    q_BTHd: jax.Array,
+    k_BTKd: jax.Array,
+    v_BTKd: jax.Array,
+    segments_BT: jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """The splash kernel of JAX for TPU: masked tiles are skipped, nothing of size T × T is held."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    T = q_BTHd.shape[1]
+    side = next(n for n in (_SPLASH_BLOCK, 256, _SPLASH_MULTIPLE) if T % n == 0)
+    blocks = kernel.BlockSizes(
+        block_q=side,
+        block_kv=side,
+        block_kv_compute=side,
+        block_q_dkv=side,
+        block_kv_dkv=side,
+        block_kv_dkv_compute=side,
+        block_q_dq=side,
+        block_kv_dq=side,
+    )
+
+    def local(
+        q_BTHd: jax.Array, k_BTKd: jax.Array, v_BTKd: jax.Array, segments_BT: jax.Array
+    ) -> jax.Array:
+        heads = [masks.CausalMask((T, T)) for _ in range(q_BTHd.shape[2])]
+        attention = kernel.make_splash_mha(
+            masks.MultiHeadMask(heads),
+            block_sizes=blocks,
+            head_shards=1,
+            q_seq_shards=1,
+            # What the backward pass needs of the forward one, by the name that remat knows.
+            residual_checkpoint_name="attention",
+            interpret=interpret,
+        )
+        scale = q_BTHd.shape[-1] ** -0.5
+        q_BHTd, k_BKTd, v_BKTd = (x.swapaxes(1, 2) for x in (q_BTHd * scale, k_BTKd, v_BTKd))
+        segments = kernel.SegmentIds(segments_BT, segments_BT)
+        return jax.vmap(attention)(q_BHTd, k_BKTd, v_BKTd, segments).swapaxes(1, 2)
+
+    if jax.sharding.get_abstract_mesh().empty:
+        return local(q_BTHd, k_BTKd, v_BTKd, segments_BT)
+    heads = nn.logical_to_mesh_axes(("batch", None, "heads", None))
+    rows = nn.logical_to_mesh_axes(("batch", None))
+    sharded = jax.shard_map(
+        local, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
+    )
+    return sharded(q_BTHd, k_BTKd, v_BTKd, segments_BT)
+
+
+def cudnn(
+    q_BTHd: jax.Array, k_BTKd: jax.Array, v_BTKd: jax.Array, segments_BT: jax.Array
+) -> jax.Array:
+    """CuDNN's fused attention for GPU, with the document mask as [B, 1, T, S]."""
+    mask_BHTS = _mask(segments_BT)[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTHd, k_BTKd, v_BTKd, mask=mask_BHTS, implementation="cudnn"
+    )
+
+
+IMPLEMENTATIONS = {"reference": reference, "splash": splash, "cudnn": cudnn}
+
+
+def choose(name: str, platform: str, seq_len: int, dtype: str) -> str:
+    """The implementation that `model.attention` means on a platform.
+
+    `auto` is splash on TPU and cuDNN on GPU where they can do the job, else the reference.
+
+    Raises:
+      ValueError: the named one does not run there, or cannot take the length or the dtype.
+    """
+    reasons = {
+        "splash": (
+            f"platform {platform}, it needs tpu"
+            if platform != "tpu"
+            else f"data.seq_len={seq_len}, it needs a multiple of {_SPLASH_MULTIPLE}"
+            if seq_len % _SPLASH_MULTIPLE
+            else f"model.dtype={dtype}, it needs bfloat16 or float32"
+            if dtype == "float64"
+            else ""
+        ),
+        "cudnn": (
+            f"platform {platform}, it needs gpu"
+            if platform not in ("gpu", "cuda")
+            else f"model.dtype={dtype}, it needs bfloat16"
+            if dtype != "bfloat16"
+            else ""
+        ),
+    }
+    if name == "auto":
+        return next((n for n, reason in reasons.items() if not reason), "reference")
+    if reasons.get(name):
+        raise ValueError(f"model.attention={name} does not go with {reasons[name]}")
+    return name
 
 
 def attend(
@@ -60,6 +166,8 @@ def attend(
     segments_BT: jax.Array,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Attention [B, T, H, d] by the named implementation; `auto` takes the platform's best."""
-    name = "reference" if implementation == "auto" else implementation
-    return IMPLEMENTATIONS[name](q_BTHd, k_BTKd, v_BTKd, segments_BT)
+    """Attention [B, T, H, d] by the named implementation; `auto` goes by the default device."""
+    if implementation == "auto":
+        length, dtype = q_BTHd.shape[1], str(q_BTHd.dtype)
+        implementation = choose("auto", jax.default_backend(), length, dtype)
+    return IMPLEMENTATIONS[implementation](q_BTHd, k_BTKd, v_BTKd, segments_BT)

@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import residual, variants
@@ -45,11 +46,14 @@ class Layer(nn.Module):
         moving: residual.State,
         layer: Any,
         block: Any,
-        fixed_SBTD: jax.Array | None,
+        fixed: Any,
         context: Context,
     ) -> tuple[residual.State, Weights]:
         """The state after layer `layer` of block `block`."""
         cfg = self.config
+        # Ties the constants to the carry: the compiler would move their conversion to float32 out
+        # of the loop and keep both copies.
+        moving, fixed = lax.optimization_barrier((moving, fixed))
         state, captured = moving, []
         sublayers: tuple[tuple[str, Callable[[jax.Array], jax.Array]], ...] = (
             ("attn", functools.partial(Attention(cfg, name="attn"), context=context)),
@@ -58,7 +62,7 @@ class Layer(nn.Module):
         for sublayer, (name, function) in enumerate(sublayers):
             site = residual.Site(block, layer, sublayer, self.per_block)
             reader = residual.Reader(cfg, name=f"{name}_reader")
-            x_BTD, weights_SBT = reader(residual.join(state, fixed_SBTD), site)
+            x_BTD, weights_SBT = reader(residual.join(state, fixed), site)
             y_BTD = function(RMSNorm(cfg.norm_eps, name=f"{name}_norm")(x_BTD))
             y_BTD = nn.with_logical_constraint(y_BTD, ("batch", "length", "embed"))
             state = residual.write(cfg, state, y_BTD, site)
@@ -66,14 +70,11 @@ class Layer(nn.Module):
         return state, (captured[0], captured[1]) if self.capture else None
 
 
-def _layer_class(config: FrozenConfigDict, in_scan: bool) -> Any:
+def _layer_class(config: FrozenConfigDict) -> Any:
     if config.remat == "none":
         return Layer
     # Inside a scan CSE cannot undo the recomputation, and guarding against it costs fusions.
-    # Outside of one, the place in the depth stays static (arguments count from self).
-    static = () if in_scan else (2, 3)
-    policy = REMAT_POLICIES[config.remat]
-    return nn.remat(Layer, policy=policy, prevent_cse=not in_scan, static_argnums=static)
+    return nn.remat(Layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
 
 
 class Block(nn.Module):
@@ -89,26 +90,50 @@ class Block(nn.Module):
         self, state: residual.State, block: Any, context: Context
     ) -> tuple[residual.State, Weights]:
         """The state after block `block`."""
-        moving, fixed_SBTD = residual.split(self.config, state)
+        moving, fixed = residual.split(self.config, state)
         layers = nn.scan(
-            _layer_class(self.config, in_scan=True),
+            _layer_class(self.config),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=self.length,
         )(self.config, self.per_block, self.capture, name="layers")
-        moving, weights = layers(moving, jnp.arange(self.length), block, fixed_SBTD, context)
-        closed = residual.join(moving, fixed_SBTD)
+        moving, weights = layers(moving, jnp.arange(self.length), block, fixed, context)
+        closed = residual.join(moving, fixed)
         return residual.close_block(self.config, state, closed, block), weights
+
+
+def _per_block(config: FrozenConfigDict) -> int:
+    residual = config.residual
+    return variants.layers_per_block(residual.variant, config.num_layers, residual.num_blocks)
 
 
 def init_layers(key: jax.Array, config: FrozenConfigDict, *args: Any) -> Params:
     """Initial parameters of all layers, stacked as [L, …]; equal for every form and mesh."""
+    # Kernels refuse the short row that stands in for the data here.
+    config = FrozenConfigDict({**config.to_dict(), "attention": "reference"})
 
     def init_one(key: jax.Array) -> Params:
         return Layer(config, config.num_layers, False).init(key, *args)["params"]
 
     return jax.vmap(init_one)(jax.random.split(key, config.num_layers))
+
+
+def _apply_block(
+    config: FrozenConfigDict,
+    params: Params,
+    state: residual.State,
+    context: Context,
+    capture: bool,
+    block: int,
+    length: int,
+) -> tuple[residual.State, Weights]:
+    """Runs one block on its slice of the stacked parameters."""
+    per_block = _per_block(config)
+    first = block * per_block
+    part = {"params": {"layers": jax.tree.map(lambda p: p[first : first + length], params)}}
+    result: Any = Block(config, per_block, length, capture).apply(part, state, block, context)
+    return result
 
 
 def scan_blocks(
@@ -118,9 +143,11 @@ def scan_blocks(
     context: Context,
     capture: bool,
 ) -> tuple[residual.State, Weights]:
-    """`nn.scan` over blocks that carries the sources, a scan over the block's layers inside."""
-    name, num_blocks = config.residual.variant, config.residual.num_blocks
-    per_block = variants.layers_per_block(name, config.num_layers, num_blocks)
+    """`nn.scan` over blocks that carries the sources, a scan over the block's layers inside.
+
+    The smallest program; what is saved for the backward pass grows with N².
+    """
+    per_block = _per_block(config)
     full, tail = divmod(config.num_layers, per_block)
     view = jax.tree.map(
         lambda p: p[: full * per_block].reshape(full, per_block, *p.shape[1:]), params
@@ -136,10 +163,8 @@ def scan_blocks(
     state, weights = blocks.apply(view, state, jnp.arange(full), context)
     weights = jax.tree.map(lambda w: w.reshape(full * per_block, *w.shape[2:]), weights)
     if tail:
-        rest = {"params": {"layers": jax.tree.map(lambda p: p[full * per_block :], params)}}
-        last = Block(config, per_block, tail, capture)
-        state, last_weights = last.apply(rest, state, full, context)
-        weights = jax.tree.map(lambda *w: jnp.concatenate(w), weights, last_weights)
+        state, last = _apply_block(config, params, state, context, capture, full, tail)
+        weights = jax.tree.map(lambda *w: jnp.concatenate(w), weights, last)
     return state, weights
 
 
@@ -150,23 +175,17 @@ def unrolled(
     context: Context,
     capture: bool,
 ) -> tuple[residual.State, Weights]:
-    """A Python loop over all layers: every reader's list of sources has its exact length."""
+    """A Python loop over blocks, a scan over the layers of each.
+
+    Each block has just its own sources, and each source is saved once: L + 2N slots for the
+    backward pass. The program grows with N.
+    """
     name, num_blocks = config.residual.variant, config.residual.num_blocks
-    per_block = variants.layers_per_block(name, config.num_layers, num_blocks)
-    lengths = variants.block_lengths(name, config.num_layers, num_blocks)
-    module = _layer_class(config, in_scan=False)(config, per_block, capture)
-    captured, number = [], 0
-    for block, length in enumerate(lengths):
-        opened = state
-        for layer in range(length):
-            layer_params = {"params": jax.tree.map(lambda p, i=number: p[i], params)}
-            moving, fixed_SBTD = residual.split(config, state)
-            moving, weights = module.apply(layer_params, moving, layer, block, fixed_SBTD, context)
-            state = residual.join(moving, fixed_SBTD)
-            captured.append(weights)
-            number += 1
-        state = residual.close_block(config, opened, state, block)
-    return state, jax.tree.map(lambda *w: jnp.stack(w), *captured)
+    captured = []
+    for block, length in enumerate(variants.block_lengths(name, config.num_layers, num_blocks)):
+        state, weights = _apply_block(config, params, state, context, capture, block, length)
+        captured.append(weights)
+    return state, jax.tree.map(lambda *w: jnp.concatenate(w), *captured)
 
 
 FORMS = {"blocks": scan_blocks, "unrolled": unrolled}
@@ -175,13 +194,18 @@ FORMS = {"blocks": scan_blocks, "unrolled": unrolled}
 def run(
     config: FrozenConfigDict,
     params: Params,
-    state: residual.State,
+    embedding_BTD: jax.Array,
     context: Context,
     capture: bool,
 ) -> tuple[residual.State, Weights]:
-    """Runs all layers by the form that `model.scan` names; `auto` is the scan over blocks.
+    """Runs all layers by the form that `model.scan` names.
+
+    `auto` takes the one that needs least memory: unrolled blocks where there are blocks.
 
     Returns the last state and the captured weights, [L, S', B, T] for attention and MLP readers.
     """
-    form = "blocks" if config.scan == "auto" else config.scan
+    form = config.scan
+    if form == "auto":
+        form = "unrolled" if _per_block(config) < config.num_layers else "blocks"
+    state = residual.start(config, embedding_BTD, listed=form == "unrolled")
     return FORMS[form](config, params, state, context, capture)

@@ -23,11 +23,12 @@ class State(NamedTuple):
     """What travels through the depth.
 
     stream_BTD: the residual stream, or the running block sum; None where none is kept.
-    sources_SBTD: the buffer of sources; None where it is not at hand or no variant reads it.
+    sources: a buffer [S, B, T, D] with a slot for every source there will be, or a tuple of those
+      there are, [B, T, D] each; None where they are not at hand or no variant reads them.
     """
 
     stream_BTD: Any
-    sources_SBTD: Any
+    sources: Any
 
 
 class Site(NamedTuple):
@@ -47,47 +48,56 @@ def _row(config: FrozenConfigDict) -> variants.Variant:
     return variants.VARIANTS[config.residual.variant]
 
 
-def start(config: FrozenConfigDict, embedding_BTD: jax.Array) -> State:
-    """The state before the first layer."""
-    row = _row(config)
-    slots = variants.num_slots(
-        config.residual.variant, config.num_layers, config.residual.num_blocks
-    )
-    sources_SBTD = None
-    if slots:
-        sources_SBTD = jnp.zeros((slots, *embedding_BTD.shape), embedding_BTD.dtype)
+def _num_slots(config: FrozenConfigDict) -> int:
+    residual = config.residual
+    return variants.num_slots(residual.variant, config.num_layers, residual.num_blocks)
+
+
+def start(config: FrozenConfigDict, embedding_BTD: jax.Array, listed: bool = False) -> State:
+    """The state before the first layer; `listed` keeps block sources as a tuple."""
+    row, slots = _row(config), _num_slots(config)
+    sources: Any = None
+    if listed and row.grows == "block":
+        sources = (embedding_BTD,) if row.seeded else ()
+    elif slots:
+        sources = jnp.zeros((slots, *embedding_BTD.shape), embedding_BTD.dtype)
         if row.seeded:
-            sources_SBTD = sources_SBTD.at[0].set(embedding_BTD)
+            sources = sources.at[0].set(embedding_BTD)
     stream_BTD = {
         "accumulate": embedding_BTD,
         "restart": jnp.zeros_like(embedding_BTD),
         "discard": None,
     }[row.stream]
-    return State(stream_BTD, sources_SBTD)
+    return State(stream_BTD, sources)
 
 
-def split(config: FrozenConfigDict, state: State) -> tuple[State, jax.Array | None]:
+def _append(sources: Any, source_BTD: jax.Array, slot: Any) -> Any:
+    if isinstance(sources, tuple):
+        return (*sources, source_BTD)
+    return lax.dynamic_update_index_in_dim(sources, source_BTD, slot, 0)
+
+
+def split(config: FrozenConfigDict, state: State) -> tuple[State, Any]:
     """Parts the state in what changes inside a block and the sources that stay as they are."""
     if _row(config).grows == "sublayer":
         return state, None
-    return state._replace(sources_SBTD=None), state.sources_SBTD
+    return state._replace(sources=None), state.sources
 
 
-def join(moving: State, fixed_SBTD: jax.Array | None) -> State:
+def join(moving: State, fixed: Any) -> State:
     """The inverse of `split`."""
-    return moving if fixed_SBTD is None else moving._replace(sources_SBTD=fixed_SBTD)
+    return moving if fixed is None else moving._replace(sources=fixed)
 
 
 def write(config: FrozenConfigDict, state: State, y_BTD: jax.Array, site: Site) -> State:
     """The state after the sublayer at `site` has put out y."""
     row = _row(config)
-    stream_BTD = None if state.stream_BTD is None else state.stream_BTD + y_BTD
-    sources_SBTD = state.sources_SBTD
+    stream_BTD: Any = None if state.stream_BTD is None else state.stream_BTD + y_BTD
+    sources = state.sources
     if row.grows == "sublayer":
-        source_BTD = {"output": y_BTD, "stream": stream_BTD}[row.appends]
-        slot = row.seeded + variants.sublayer_index(*site)
-        sources_SBTD = lax.dynamic_update_index_in_dim(sources_SBTD, source_BTD, slot, 0)
-    return State(stream_BTD, sources_SBTD)
+        source_BTD: Any = {"output": y_BTD, "stream": stream_BTD}[row.appends]
+        sources = _append(sources, source_BTD, row.seeded + variants.sublayer_index(*site))
+    return State(stream_BTD, sources)
 
 
 def close_block(config: FrozenConfigDict, opened: State, state: State, block: Any) -> State:
@@ -95,18 +105,34 @@ def close_block(config: FrozenConfigDict, opened: State, state: State, block: An
     row = _row(config)
     if row.grows != "block":
         return state
-    stream_BTD, sources_SBTD = state
+    stream_BTD, sources = state
+
+    def newest() -> jax.Array:
+        if isinstance(sources, tuple):
+            return sources[-1]
+        return lax.dynamic_index_in_dim(sources, row.seeded + block - 1, 0, keepdims=False)
+
     source_BTD = {
         "delta": lambda: stream_BTD - opened.stream_BTD,
         "sum": lambda: stream_BTD,
         # Against the newest source, as the released code does.
-        "change": lambda: stream_BTD - lax.dynamic_index_in_dim(sources_SBTD, block, 0, False),
+        "change": lambda: stream_BTD - newest(),
     }[row.appends]()
-    slot = row.seeded + block
-    sources_SBTD = lax.dynamic_update_index_in_dim(sources_SBTD, source_BTD, slot, 0)
+    sources = _append(sources, source_BTD, row.seeded + block)
     if row.stream == "restart":
         stream_BTD = jnp.zeros_like(stream_BTD)
-    return State(stream_BTD, sources_SBTD)
+    return State(stream_BTD, sources)
+
+
+def _groups(sources: Any, seen: Any) -> tuple[list[Sources], int]:
+    """The sources as groups for `route`, and how many slots they take up."""
+    if isinstance(sources, tuple):
+        valid = [jnp.asarray(slot < seen).reshape(1) for slot in range(len(sources))]
+        groups = [Sources(s[None], v) for s, v in zip(sources, valid, strict=True)]
+        return groups, len(sources)
+    # A depth known at trace time reads just its sources; otherwise the rest is masked.
+    used = seen if isinstance(seen, int) else sources.shape[0]
+    return [Sources(sources[:used], jnp.arange(used) < seen)], used
 
 
 class _Routing(nn.Module):
@@ -144,14 +170,10 @@ class Reader(nn.Module):
     def __call__(self, state: State, site: Site) -> tuple[jax.Array, jax.Array | None]:
         """Reads at `site`."""
         cfg, row = self.config, _row(self.config)
-        stream_BTD, sources_SBTD = state
+        stream_BTD, sources = state
         if row.routing == "none":
             return stream_BTD, None
-        slots = sources_SBTD.shape[0]
-        seen = variants.visible_slots(row, *site)
-        # A depth known at trace time reads just its sources; otherwise the rest is masked.
-        used = seen if isinstance(seen, int) else slots
-        groups = [Sources(sources_SBTD[:used], jnp.arange(used) < seen)]
+        groups, used = _groups(sources, variants.visible_slots(row, *site))
         if row.live != "never":
             live = jnp.asarray(variants.sees_stream(row, site.layer, site.sublayer)).reshape(1)
             groups.append(Sources(stream_BTD[None], live))
@@ -159,7 +181,8 @@ class Reader(nn.Module):
         routing = _Routing(cfg, residual.null_source, residual.centered, name="routing")
         mix_BTD, weights_SBT = routing(groups)
         head, tail = jnp.split(weights_SBT, [int(residual.null_source) + used])
-        unread_SBT = jnp.zeros((slots - used, *weights_SBT.shape[1:]), weights_SBT.dtype)
+        unread = _num_slots(cfg) - used
+        unread_SBT = jnp.zeros((unread, *weights_SBT.shape[1:]), weights_SBT.dtype)
         weights_SBT = jnp.concatenate([head, unread_SBT, tail])
         if row.routing == "replace":
             return mix_BTD.astype(cfg.dtype), weights_SBT
@@ -189,6 +212,6 @@ class FinalReader(nn.Module):
         """Reads after the last block is closed."""
         if not _row(self.config).final_read:
             return state.stream_BTD, None
-        groups = [Sources(state.sources_SBTD, jnp.ones(state.sources_SBTD.shape[0], bool))]
+        groups, _ = _groups(state.sources, _num_slots(self.config))
         mix_BTD, weights_SBT = _Routing(self.config, False, False, name="routing")(groups)
         return mix_BTD.astype(self.config.dtype), weights_SBT

@@ -55,15 +55,17 @@ class Transformer(nn.Module):
         embedding_VD = self.param("embedding", INIT, (cfg.vocab_size, cfg.width), dtype)
         if not cfg.tied:
             self.param("head", INIT, (cfg.vocab_size, cfg.width), dtype)
-        h_BTD = jnp.take(embedding_VD, tokens_BT, axis=0).astype(cfg.dtype)
+        # The width is gathered before the lookup: a sharded one would be reshuffled with the batch.
+        # The cast comes after it, so that gradients of equal tokens add up in float32.
+        table_VD = nn.with_logical_constraint(embedding_VD, ("vocab", "embed"))
+        h_BTD = jnp.take(table_VD, tokens_BT, axis=0).astype(cfg.dtype)
         h_BTD = nn.with_logical_constraint(h_BTD, ("batch", "length", "embed"))
         rotary = attention.rotary_tables(positions_BT, cfg.head_dim, cfg.rope_theta, dtype)
         context = Context(rotary, segments_BT)
-        state = residual.start(cfg, h_BTD)
+        state, weights = residual.start(cfg, h_BTD), None
         params = self.param("layers", depth.init_layers, cfg, state, 0, 0, None, context)
-        weights = None
         if not self.is_initializing():  # initial values need no depth
-            state, weights = depth.run(cfg, params, state, context, capture)
+            state, weights = depth.run(cfg, params, h_BTD, context, capture)
         h_BTD, final_SBT = residual.FinalReader(cfg, name="final_reader")(state)
         hidden_BTD = RMSNorm(cfg.norm_eps, name="final_norm")(h_BTD)
         return Output(hidden_BTD, (weights, final_SBT) if capture else None)

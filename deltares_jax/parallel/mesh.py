@@ -33,16 +33,19 @@ def check_fits(config: FrozenConfigDict, shape: dict[str, int]) -> None:
       ValueError: names the key, its value and the axis.
     """
     parts = math.prod(shape[axis] for axis in BATCH_AXES)
-    micro = config.train.batch_size // config.train.accumulation
-    for key, size in (
-        (f"train.batch_size={config.train.batch_size} / accumulation", micro),
-        ("eval.batch_size", config.eval.batch_size),
+    batch, accumulation = config.train.batch_size, config.train.accumulation
+    micro = f"train.batch_size={batch}"
+    if accumulation > 1:
+        micro += f" / train.accumulation={accumulation} = {batch // accumulation}"
+    for text, size in (
+        (micro, batch // accumulation),
+        (f"eval.batch_size={config.eval.batch_size}", config.eval.batch_size),
     ):
         if size % parts:
             low, high = size // parts * parts, -(-size // parts) * parts
             near = f"{low} or {high}" if low else str(high)
             raise ValueError(
-                f"{key}={size} must be a multiple of the {parts} data-parallel devices "
+                f"{text} must be a multiple of the {parts} data-parallel devices "
                 f"(replica × data × fsdp); nearest: {near}"
             )
     model = config.model

@@ -60,5 +60,5 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 @contextlib.contextmanager
 def activate(mesh: Mesh) -> Iterator[None]:
     """Lets the models' logical constraints refer to this mesh while they are traced."""
-    with mesh, nn.logical_axis_rules(RULES):
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         yield

@@ -1,5 +1,6 @@
 """The train loop, the data flow from top to bottom; everything that is compiled is in step.py."""
 
+import contextlib
 import functools
 import pathlib
 from typing import Any
@@ -60,10 +61,11 @@ def train(
         print(f"this run is finished; to go on: --config.train.steps={2 * config.train.steps}")
         return summary.finish(config, folder, recipe, dataset)
     workdir_lib.write_run_files(folder, config, devices)
-    writer = metrics.Writer(folder, config)
-    checkpoints = checkpoint.Checkpointer(folder, config.checkpoint.keep)
-
-    with signals.StopRequest() as request:
+    with (
+        contextlib.closing(metrics.Writer(folder, config)) as writer,
+        contextlib.closing(checkpoint.Checkpointer(folder, config.checkpoint.keep)) as checkpoints,
+        signals.StopRequest() as request,
+    ):
         # 4. State: restored into its shardings, or made in them.
         init = functools.partial(step.init_state, config)
         abstract_state = jax.eval_shape(init)
@@ -74,8 +76,7 @@ def train(
             state = jax.jit(init, out_shardings=shardings)()
 
         # 5. Programs.
-        row = dataset.rows["train"][0]
-        programs = programs_lib.Programs(config, mesh, abstract_state, shardings, row)
+        programs = programs_lib.Programs(config, mesh)
         print(
             f"compiled in {metrics.human_time(programs.compile_seconds)}; "
             f"one step needs {metrics.human_bytes(programs.peak_bytes)} a device",
@@ -84,11 +85,8 @@ def train(
 
         # 6. Steps. The device gets the next one before the numbers of the last are read.
         run = _Run(config, folder, checkpoints, writer, programs, dataset, meta, resumed)
-        try:
+        with contextlib.closing(run.progress):
             run.steps(state, request)
-        finally:
-            writer.close()
-            checkpoints.close()
     return summary.finish(config, folder, recipe, dataset)
 
 
@@ -130,7 +128,7 @@ class _Run:
             )
         for number in range(self.first + 1, cfg.train.steps + 1):
             self.clock.start()
-            if profile and number == profile[0]:
+            if profile and number == max(profile[0], self.first + 1) <= profile[1]:
                 jax.profiler.start_trace(str(self.folder / "profile"))
             batch = self.programs.put(next(batches))
             state, numbers = self.programs.train(state, batch)
@@ -141,19 +139,19 @@ class _Run:
                 jax.block_until_ready(state)
                 jax.profiler.stop_trace()
                 self.progress.note(f"profile of steps {cfg.train.profile_steps} in profile/")
-            last = number == cfg.train.steps
+            last, stop = number == cfg.train.steps, request.name
             due = cfg.checkpoint.every and number % cfg.checkpoint.every == 0
-            if last or request.name or due or (cfg.eval.every and number % cfg.eval.every == 0):
+            if last or stop or due or (cfg.eval.every and number % cfg.eval.every == 0):
                 self.read()
                 self.clock.pause()
                 if cfg.eval.every and (last or number % cfg.eval.every == 0):
                     self.evaluate(state, number)
-                if last or due or request.name:
+                if last or stop or due:
                     self.save(state, number)
-            if request.name and not last:
+            if stop and not last:
                 self.wait(number)
                 raise signals.Stop(
-                    f"stopped by {request.name} after step {number}, which is saved; "
+                    f"stopped by {stop} after step {number}, which is saved; "
                     "the same command goes on from there",
                     signals.SAVED,
                 )

@@ -160,7 +160,11 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a line of its own, clear of the live line."""
-        if self._width:
-            print()
-            self._width = 0
+        self.close()
         print(text, flush=True)
+
+    def close(self) -> None:
+        """Ends the live line."""
+        if self._width:
+            print(flush=True)
+            self._width = 0

@@ -7,10 +7,13 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
 from deltares_jax.data import pipeline
+from deltares_jax.models import attention
 from deltares_jax.parallel import sharding
 from deltares_jax.training import step
 
@@ -34,35 +37,66 @@ def set_up_jax(config: FrozenConfigDict) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
 
 
-class Programs:
-    """The compiled train and evaluation steps, and how batches reach the devices."""
+def for_platform(config: FrozenConfigDict, platform: str) -> FrozenConfigDict:
+    """The config with the attention that `model.attention` means on a platform.
 
-    def __init__(
-        self, config: FrozenConfigDict, mesh: Any, state: Any, shardings: Any, row: pipeline.Batch
-    ):
+    Raises:
+      ValueError: the named attention does not run there.
+    """
+    model = config.model
+    name = attention.choose(model.attention, platform, config.data.seq_len, model.dtype)
+    values = config.to_dict()
+    values["model"]["attention"] = name
+    return FrozenConfigDict(values)
+
+
+def abstract_batch(config: FrozenConfigDict, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a batch of `size` rows."""
+    T = config.data.seq_len
+    row = pipeline.Rows(np.zeros(T + 1, np.int32), T, end_of_text=-1)[0]
+    return {k: jax.ShapeDtypeStruct((size, *v.shape), v.dtype) for k, v in row.items()}
+
+
+def lower_train(config: FrozenConfigDict, mesh: Mesh) -> Any:
+    """The train step, lowered for the mesh's devices, which need not be there."""
+    state = jax.eval_shape(functools.partial(step.init_state, config))
+    shardings = sharding.state_shardings(state, mesh)
+    config = for_platform(config, mesh.devices.flat[0].platform)
+    train = jax.jit(
+        functools.partial(step.train_step, config),
+        in_shardings=(shardings, sharding.batch_sharding(mesh)),
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        donate_argnums=0,
+    )
+    with sharding.activate(mesh):
+        return train.lower(state, abstract_batch(config, config.train.batch_size))
+
+
+def lower_eval(config: FrozenConfigDict, mesh: Mesh) -> Any:
+    """The evaluation step, likewise."""
+    params = jax.eval_shape(functools.partial(step.init_state, config)).params
+    shardings = sharding.state_shardings(params, mesh)
+    config = for_platform(config, mesh.devices.flat[0].platform)
+    evaluate = jax.jit(
+        functools.partial(step.eval_step, config),
+        in_shardings=(shardings, sharding.batch_sharding(mesh)),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
+    with sharding.activate(mesh):
+        return evaluate.lower(params, abstract_batch(config, config.eval.batch_size))
+
+
+class Programs:
+    """The compiled train and evaluation steps of a run, and how batches reach the devices."""
+
+    def __init__(self, config: FrozenConfigDict, mesh: Mesh):
         began = time.perf_counter()
         self._batch_sharding = sharding.batch_sharding(mesh)
-
-        def batch(size: int) -> dict[str, jax.ShapeDtypeStruct]:
-            return {k: jax.ShapeDtypeStruct((size, *v.shape), v.dtype) for k, v in row.items()}
-
-        with sharding.activate(mesh):
-            train = jax.jit(
-                functools.partial(step.train_step, config),
-                in_shardings=(shardings, self._batch_sharding),
-                out_shardings=(shardings, None),
-                donate_argnums=0,
-            )
-            self.train = train.lower(state, batch(config.train.batch_size)).compile()
-            evaluate = jax.jit(
-                functools.partial(step.eval_step, config),
-                in_shardings=(shardings.params, self._batch_sharding),
-            )
-            if config.eval.every:
-                abstract = batch(config.eval.batch_size)
-                self.evaluate = evaluate.lower(state.params, abstract).compile()
+        self.train = lower_train(config, mesh).compile()
+        if config.eval.every:
+            self.evaluate = lower_eval(config, mesh).compile()
         self.compile_seconds = time.perf_counter() - began
-        self.peak_bytes = _peak_bytes(self.train)
+        self.peak_bytes = peak_bytes(self.train, mesh.devices.flat[0].platform)
 
     def put(self, batch: pipeline.Batch) -> step.Batch:
         """A host's batch as arrays over all devices."""
@@ -72,12 +106,12 @@ class Programs:
         }
 
 
-def _peak_bytes(compiled: Any) -> int:
+def peak_bytes(compiled: Any, platform: str) -> int:
     """Bytes a device that a program needs; 0 where the platform does not tell."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return 0
-    if jax.default_backend() != "cpu":  # there the peak leaves the temporaries out
+    if platform != "cpu":  # there the peak leaves the temporaries out
         return analysis.peak_memory_in_bytes
     kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + kept

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
+from deltares_jax import config_checks
+
 CONFIG = "config.json"
 RUN = "run.json"
 METRICS = "metrics.jsonl"
@@ -27,6 +29,7 @@ def open_workdir(path: str) -> pathlib.Path:
     Raises:
       ValueError: it is a file, is not writable, or is a checkpoint's folder inside a run.
     """
+    config_checks.local_folder("--workdir", path)
     workdir = pathlib.Path(path).expanduser().absolute()
     for parent in workdir.parents:
         inside = workdir.relative_to(parent).parts[0]
