@@ -28,6 +28,11 @@ OPTIONS = [
     ("delta_block_released", {}),
 ]
 IDS = ["-".join([name, *options]) for name, options in OPTIONS]
+SLOW = [
+    pytest.param(*case, marks=pytest.mark.slow if case[1] else (), id=name)
+    for case, name in zip(OPTIONS, IDS, strict=True)
+]
+plain_variants = pytest.mark.parametrize(("name", "options"), SLOW)  # those with options: slow
 all_variants = pytest.mark.parametrize(("name", "options"), OPTIONS, ids=IDS)
 
 
@@ -124,7 +129,7 @@ def test_alpha_gate_starts_as_the_baseline_bit_for_bit(tiny, name):
     np.testing.assert_array_equal(logits(config, params, inputs()), expected)
 
 
-@all_variants
+@plain_variants
 def test_no_token_sees_a_later_one_or_another_document(tiny, name, options):
     config = make(tiny, name, **options)
     params = randomise(init(config, jax.random.key(0)))
@@ -162,7 +167,8 @@ def test_forms_of_the_depth_loop_agree(tiny, name, options):
     """Scan over blocks, unrolled, and every remat policy: values and gradients."""
     batch = inputs()
     results = {}
-    for scan, remat in itertools.product(["blocks", "unrolled"], ["none", *depth.REMAT_POLICIES]):
+    forms = itertools.product(["blocks", "unrolled"], ["none", "full"])
+    for scan, remat in [*forms, *(("auto", policy) for policy in depth.REMAT_POLICIES)]:
         config = make(tiny, name, scan=scan, remat=remat, **options)
         params = randomise(init(config, jax.random.key(0)), scale=0.05)
 
@@ -198,7 +204,7 @@ def test_short_last_blocks_read_what_the_table_says(tiny, scan, num_layers, num_
         np.testing.assert_allclose(weights_SBT, 1 / len(names[reader]), atol=1e-6)
 
 
-@all_variants
+@plain_variants
 def test_captured_weights_are_spread_over_the_visible_sources(tiny, name, options):
     config = make(tiny, name, **options)
     params = randomise(init(config, jax.random.key(0)))

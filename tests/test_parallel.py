@@ -14,11 +14,12 @@ from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import sharding
 from deltares_jax.training import step
 
-MIXED = {
+MESHES = {
+    "data8": {"data": 8},
+    "fsdp8": {"fsdp": 8},
     "data2-fsdp4": {"data": 2, "fsdp": 4},
     "replica2-fsdp2-tensor2": {"replica": 2, "fsdp": 2, "tensor": 2},
 }
-MESHES = {"data8": {"data": 8}, "fsdp8": {"fsdp": 8}, **MIXED}
 
 
 def run(config, workdir, mesh=None):
@@ -38,9 +39,8 @@ def short(tiny):
     return tiny
 
 
-@pytest.mark.parametrize(
-    "mesh", ["data8", "fsdp8", *(pytest.param(m, marks=pytest.mark.slow) for m in MIXED)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
 def test_losses_do_not_depend_on_the_mesh(short, tmp_path, mesh):
     expected = run(short, tmp_path / "one")
     np.testing.assert_allclose(run(short, tmp_path / mesh, MESHES[mesh]), expected, rtol=1e-6)
@@ -56,10 +56,8 @@ def test_losses_do_not_depend_on_the_mesh_with_a_short_last_block(short, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", variants.VARIANTS)
-@pytest.mark.parametrize("scan", ["blocks", "unrolled"])
-def test_every_variant_on_a_mesh_with_remat_and_accumulation(short, tmp_path, name, scan):
+def test_every_variant_on_a_mesh_with_remat_and_accumulation(short, tmp_path, name):
     short.model.residual.variant = name
-    short.model.scan = scan
     expected = run(short, tmp_path / "one")
     short.model.remat = "full"
     short.train.accumulation = 2
