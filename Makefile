@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TESTS ?=
 
 .PHONY: debug test slow lint format clean
 
@@ -18,7 +19,7 @@ debug: $(VENV)/.installed
 	$(BIN)/python -m deltares_jax.train --config=configs/debug.py
 
 test: $(VENV)/.test
-	$(BIN)/pytest -m 'not slow'
+	$(BIN)/pytest -m 'not slow' $(TESTS)
 
 slow: $(VENV)/.test
 	$(BIN)/pytest -m slow

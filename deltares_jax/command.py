@@ -14,7 +14,7 @@ from ml_collections.config_dict.config_dict import ConfigDict
 
 from deltares_jax import config as config_lib
 from deltares_jax import config_checks
-from deltares_jax.training.signals import Stop
+from deltares_jax.training.signals import NOT_SAVED, Stop
 
 BAD_INPUT = 2
 MISSING_CONFIG = "--config is missing; for example --config=configs/debug.py"
@@ -111,6 +111,9 @@ def run(main: Callable[[], int | None], doc: str) -> None:
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except KeyboardInterrupt:
+        print("interrupted; what was saved before is kept", file=sys.stderr)
+        code = NOT_SAVED
     except Stop as stop:
         print(f"error: {stop}" if stop.code < 128 else str(stop), file=sys.stderr)
         code = stop.code

@@ -57,9 +57,26 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.keep": 1,
 }
 
+# Largest allowed value: beyond these a typing error is likelier than a wish. Other whole numbers
+# must fit 32 bits.
+AT_MOST: dict[str, float] = {
+    "model.vocab_size": 2**24,
+    "model.width": 2**20,
+    "model.num_layers": 2**12,
+    "model.num_heads": 2**12,
+    "model.head_dim": 2**12,
+    "model.mlp_width": 2**22,
+    "model.norm_eps": 1,
+    "data.seq_len": 2**20,
+    "train.batch_size": 2**20,
+    "eval.batch_size": 2**16,
+    "train.seed": 2**32 - 1,
+}
+_INT_LIMIT = 2**31 - 1
+_FLOAT_LIMIT = 3e38  # of float32
+
 _BELOW_ONE = ("optim.b1", "optim.b2")
 _ABOVE_ZERO = ("model.rope_theta", "optim.eps")
-_SEED_LIMIT = 2**32
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -100,6 +117,11 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value!r} must be one of {', '.join(CHOICES[key])}{hint}")
         if key in AT_LEAST and value < AT_LEAST[key]:
             raise ValueError(f"{key}={value} must be at least {AT_LEAST[key]}")
+        if not isinstance(value, str):
+            limit = _FLOAT_LIMIT if isinstance(value, float) else _INT_LIMIT
+            limit = AT_MOST.get(key, limit)
+            if value > limit:
+                raise ValueError(f"{key}={value} must be at most {limit}")
         if key in _BELOW_ONE and value >= 1:
             raise ValueError(f"{key}={value} must be below 1")
         if key in _ABOVE_ZERO and value <= 0:
@@ -108,8 +130,8 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value} must be at least 1, or -1 for all remaining devices")
     for key in ("data.dir", "train.compile_cache"):
         local_folder(key, flat[key])
-    if flat["train.seed"] >= _SEED_LIMIT:
-        raise ValueError(f"train.seed={flat['train.seed']} must be below {_SEED_LIMIT}")
+    if not flat["train.compile_cache"]:
+        raise ValueError("train.compile_cache='' must be a folder, 'auto' or 'off'")
 
 
 def local_folder(key: str, path: str) -> None:

@@ -146,7 +146,7 @@ def test_number_that_is_not_finite_is_refused(key, value):
         ("model.dtype", "float16", ["bfloat16", "float32", "float64"]),
         ("model.remat", "treu", ["none", "full", "save_attention", "save_projections"]),
         ("model.scan", "layers", ["auto", "blocks", "unrolled"]),
-        ("model.attention", "flash", ["auto", "reference"]),
+        ("model.attention", "flash", ["auto", "reference", "splash", "cudnn"]),
         ("model.residual.variant", "delta_blok", [*WITH_BLOCKS, *WITHOUT_BLOCKS]),
         ("model.residual.gate", "sigmoid", ["none", "scalar", "alpha"]),
         ("optim.schedule", "exponential", ["cosine", "linear", "constant", "wsd"]),
@@ -182,7 +182,7 @@ def test_misspelt_choice_gets_the_nearest():
         ("train.accumulation", 0, "at least 1"),
         ("train.log_every", 0, "at least 1"),
         ("train.seed", -1, "at least 0"),
-        ("train.seed", 2**32, "below 4294967296"),
+        ("train.seed", 2**32, "at most 4294967295"),
         ("optim.learning_rate", -1e-3, "at least 0"),
         ("optim.warmup_steps", -1, "at least 0"),
         ("optim.weight_decay", -0.1, "at least 0"),
@@ -674,4 +674,32 @@ def test_buckets_are_refused(key):
     config = config_lib.default()
     config.update_from_flattened_dict({key: "gs://bucket/folder"})
     with pytest.raises(ValueError, match=rf"{key}='gs://bucket/folder' must be a local folder"):
+        config_lib.resolve(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.steps", 3_000_000_000),
+        ("data.seq_len", 99_999_999_999),
+        ("model.width", 10**12),
+        ("model.num_layers", 100_000),
+        ("train.batch_size", 100_000_000),
+        ("eval.batch_size", 1_000_000_000),
+        ("eval.rows", 2**31),
+        ("optim.learning_rate", 1e39),
+        ("model.norm_eps", 1e300),
+    ],
+)
+def test_numbers_that_must_be_typing_errors_are_refused(key, value):
+    config = config_lib.default()
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ValueError, match=f"{re.escape(f'{key}={value}')} must be at most"):
+        config_lib.resolve(config)
+
+
+def test_an_empty_compile_cache_is_refused():
+    config = config_lib.default()
+    config.train.compile_cache = ""
+    with pytest.raises(ValueError, match=r"train\.compile_cache='' must be a folder"):
         config_lib.resolve(config)

@@ -1,5 +1,6 @@
 """Whole runs: what is written, resumed, refused and stopped."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -18,17 +19,17 @@ from deltares_jax import config as config_lib
 from deltares_jax import load
 from deltares_jax.data import ngram, pipeline
 from deltares_jax.models import transformer, variants
-from deltares_jax.training import checkpoint, loop, losses, metrics, programs, signals
+from deltares_jax.training import checkpoint, loop, losses, metrics, programs, signals, workdir
 
 
-def train(config, workdir, **kwargs):
+def train(config, folder, **kwargs):
     kwargs.setdefault("devices", jax.devices()[:1])
-    return loop.train(config_lib.resolve(config), str(workdir), **kwargs)
+    return loop.train(config_lib.resolve(config), str(folder), **kwargs)
 
 
-def log(workdir):
+def log(folder):
     """All numbers of the steps that do not depend on the clock."""
-    rows, _ = metrics.read_rows(workdir)
+    rows, _ = metrics.read_rows(folder)
     return {s: {k: v for k, v in r.items() if k != "tokens_per_second"} for s, r in rows.items()}
 
 
@@ -42,14 +43,14 @@ def finished(tmp_path_factory):
     config.optim.warmup_steps = 2
     config.eval.update({"every": 3, "rows": 20, "batch_size": 8})
     config.checkpoint.update({"every": 2, "keep": 2})
-    workdir = tmp_path_factory.mktemp("runs") / "finished run"
-    result = train(config, workdir)
-    return config, workdir, result
+    folder = tmp_path_factory.mktemp("runs") / "finished run"
+    result = train(config, folder)
+    return config, folder, result
 
 
 def test_what_a_run_leaves(finished):
-    config, workdir, result = finished
-    rows, held_out = metrics.read_rows(workdir)
+    config, folder, result = finished
+    rows, held_out = metrics.read_rows(folder)
     assert sorted(rows) == [1, 2, 3, 4, 5, 6]
     assert sorted(held_out) == [3, 6]
     names = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "tokens_seen"}
@@ -59,29 +60,30 @@ def test_what_a_run_leaves(finished):
     assert rows[6]["learning_rate"] == pytest.approx(1e-4)
     for row in held_out.values():
         assert row["eval_perplexity"] == pytest.approx(np.exp(row["eval_loss"]))
-    saved = json.loads((workdir / "config.json").read_text())
+    saved = json.loads((folder / "config.json").read_text())
     assert config_lib.resolve(config_lib.from_dict(saved)) == config_lib.resolve(config)
-    run = json.loads((workdir / "run.json").read_text())
+    run = json.loads((folder / "run.json").read_text())
     assert run["versions"]["jax"] == jax.__version__
     assert run["command"]
     assert run["devices"]["count"] == 1
-    assert (workdir / "loss.png").stat().st_size > 5000
-    assert list((workdir / "tensorboard").iterdir())
-    assert sorted(int(p.name) for p in (workdir / "checkpoints").iterdir()) == [4, 6]
+    assert (folder / "loss.png").stat().st_size > 5000
+    assert list((folder / "tensorboard").iterdir())
+    assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [4, 6]
     assert result["first_loss"] == rows[1]["loss"]
     assert result["last_loss"] == rows[6]["loss"]
     assert result["eval_loss"] == held_out[6]["eval_loss"]
 
 
 def test_held_out_loss_is_that_of_a_plain_computation(finished):
-    config, workdir, result = finished
-    model = load(workdir)
+    config, folder, result = finished
+    model = load(folder)
     rows = pipeline.open_dataset(config_lib.resolve(config)).rows["validation"]
     total = count = 0.0
+    apply = jax.jit(transformer.apply, static_argnums=0)
     for i in range(20):
         row = rows[i]
         inputs = (row[k][None] for k in ("inputs", "positions", "segments"))
-        hidden_BTD = transformer.apply(model.config.model, model.params, *inputs).hidden_BTD
+        hidden_BTD = apply(model.config.model, model.params, *inputs).hidden_BTD
         logits_TV = np.asarray(hidden_BTD[0] @ transformer.head(model.params).T, np.float64)
         log_z_T = np.log(np.sum(np.exp(logits_TV), axis=1))
         losses_T = log_z_T - logits_TV[np.arange(16), row["targets"]]
@@ -91,8 +93,8 @@ def test_held_out_loss_is_that_of_a_plain_computation(finished):
 
 
 def test_load_gives_logits_and_routing(finished):
-    config, workdir, _ = finished
-    model = load(workdir)
+    config, folder, _ = finished
+    model = load(folder)
     ids = [[100, 101, 102, 10], [1, 2, 3, 4]]
     assert model.step == 6
     assert model.config == config_lib.resolve(config)
@@ -103,9 +105,9 @@ def test_load_gives_logits_and_routing(finished):
     routing = model.routing(ids)
     assert {r: w.shape for r, w in routing.items()} == {r: (len(s), 2, 4) for r, s in names.items()}
     np.testing.assert_array_equal(
-        load(workdir / "checkpoints" / "6").logits(ids), load(str(workdir), step=6).logits(ids)
+        load(folder / "checkpoints" / "6").logits(ids), load(str(folder), step=6).logits(ids)
     )
-    assert np.any(load(workdir, step=4).logits(ids) != logits)
+    assert np.any(load(folder, step=4).logits(ids) != logits)
 
 
 @pytest.mark.parametrize("ids", [[1, 2], [[1, 257]], [[-1, 2]], [[0.5, 1.0]], [[]]])
@@ -123,17 +125,17 @@ def test_load_refuses_what_is_not_there(finished, tmp_path):
 
 
 def test_a_finished_run_prints_its_summary_again(finished, capsys):
-    config, workdir, result = finished
-    before = (workdir / "metrics.jsonl").read_text()
-    again = train(config, workdir)
+    config, folder, result = finished
+    before = (folder / "metrics.jsonl").read_text()
+    again = train(config, folder)
     assert again == result
     assert "this run is finished; to go on: --config.train.steps=12" in capsys.readouterr().out
-    assert (workdir / "metrics.jsonl").read_text() == before
+    assert (folder / "metrics.jsonl").read_text() == before
 
 
 def test_a_finished_run_goes_on_with_more_steps(finished, tmp_path, capsys):
-    config, workdir, _ = finished
-    shutil.copytree(workdir, tmp_path / "copy")
+    config, folder, _ = finished
+    shutil.copytree(folder, tmp_path / "copy")
     config = config.copy_and_resolve_references()
     config.train.steps = 8
     train(config, tmp_path / "copy")
@@ -145,18 +147,18 @@ def test_a_finished_run_goes_on_with_more_steps(finished, tmp_path, capsys):
 
 
 def test_resume_refuses_another_model_or_schedule(finished):
-    config, workdir, _ = finished
+    config, folder, _ = finished
     changed = config.copy_and_resolve_references()
     changed.model.residual.num_blocks = 4
     changed.optim.learning_rate = 5e-4
     with pytest.raises(ValueError, match="cannot be resumed") as error:
-        train(changed, workdir)
+        train(changed, folder)
     assert "model.residual.num_blocks: 2 → 4" in str(error.value)
     assert "optim.learning_rate: 0.001 → 0.0005" in str(error.value)
 
 
 def test_resume_refuses_other_data(finished, monkeypatch):
-    config, workdir, _ = finished
+    config, folder, _ = finished
     real = pipeline.open_dataset
 
     def other(config):
@@ -166,7 +168,7 @@ def test_resume_refuses_other_data(finished, monkeypatch):
 
     monkeypatch.setattr(pipeline, "open_dataset", other)
     with pytest.raises(ValueError, match="other data"):
-        train(config, workdir)
+        train(config, folder)
 
 
 class StopAt:
@@ -387,20 +389,88 @@ def test_command_runs_on_a_bare_machine(command, tmp_path):
     assert (tmp_path / "a b" / "run" / "loss.png").exists()
 
 
-def test_command_saves_on_sigterm_and_goes_on(tmp_path):
-    arguments = ["--config=configs/debug.py", *TINY, f"--workdir={tmp_path}/run"]
-    line = [sys.executable, "-m", "deltares_jax.train", *arguments, "--config.train.steps=5000"]
-    env = {**os.environ, "XLA_FLAGS": ""}
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_command_saves_on_request(tmp_path, number):
+    process = start_command(f"--workdir={tmp_path}/run", "--config.train.steps=5000")
     for text in process.stdout:
         if text.startswith("step"):
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             break
     process.stdout.read()
     assert process.wait(60) == 143
     saved, _ = checkpoint.newest(tmp_path / "run")
     rows, _ = metrics.read_rows(tmp_path / "run")
     assert sorted(rows) == list(range(1, saved + 1))
+
+
+def start_command(*arguments, prefix=(), **kwargs):
+    line = [*prefix, sys.executable, "-m", "deltares_jax.train", "--config=configs/debug.py", *TINY]
+    env = {**os.environ, "XLA_FLAGS": ""}
+    return subprocess.Popen(
+        [*line, *arguments], stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT, **kwargs
+    )
+
+
+def test_command_outlives_the_reader_of_its_output(tmp_path):
+    process = start_command(f"--workdir={tmp_path}/run", "--config.train.steps=40")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == 0
+    assert checkpoint.newest(tmp_path / "run")[0] == 40
+
+
+def test_command_that_cannot_save_says_so_and_keeps_what_it_has(tmp_path):
+    """A limit on the size of files stands for a full disk."""
+    small = ["--config.train.steps=4", "--config.checkpoint.every=2", "--config.eval.every=0"]
+    arguments = [f"--workdir={tmp_path}/run", "--config.metrics.tensorboard=False", *small]
+    limited = ["sh", "-c", 'ulimit -f 80; exec "$0" "$@"']  # blocks of 512 bytes
+    process = start_command(*arguments, prefix=limited, stderr=subprocess.PIPE)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 6
+    assert f"nothing could be saved under {tmp_path}/run/checkpoints" in stderr.splitlines()[-1]
+    assert checkpoint.newest(tmp_path / "run") is None
+
+
+def test_a_second_process_is_kept_out(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    in_use = pytest.raises(ValueError, match="run is in use by another process")
+    with workdir.locked(tmp_path / "run"), in_use:
+        train(tiny, tmp_path / "run")
+    train(tiny, tmp_path / "run")
+
+
+def test_a_run_inside_a_run_is_refused(finished):
+    with pytest.raises(ValueError, match=r"is inside the run .*finished run"):
+        train(finished[0], finished[1] / "more")
+
+
+def test_damaged_files_of_a_run_are_named(finished, tmp_path):
+    config, source, _ = finished
+    shutil.copytree(source, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text("[1]\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl holds no training rows"):
+        train(config, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "6" / "meta" / "metadata").write_text('{"version": ')
+    with pytest.raises(ValueError, match=r"checkpoints/6 is damaged.*remove that folder"):
+        train(config, tmp_path / "run")
+
+
+def test_a_profile_of_steps_made_before_is_said_to_be_none(finished, tmp_path, capsys):
+    shutil.copytree(finished[1], tmp_path / "run")
+    config = finished[0].copy_and_resolve_references()
+    config.train.update({"steps": 7, "profile_steps": "2:3"})
+    train(config, tmp_path / "run")
+    assert "no profile: steps 2:3 were made before" in capsys.readouterr().out
+
+
+def test_wandb_that_is_not_installed_is_refused_before_anything_is_written(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    tiny.metrics.wandb = True
+    with pytest.raises(ValueError, match=r"metrics\.wandb=True needs wandb: pip install"):
+        train(tiny, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Checkpoints: state, position, clock and config as one atomic, asynchronous unit (Orbax)."""
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,10 @@ from deltares_jax.training import workdir as workdir_lib
 META_VERSION = 1
 
 
+class SaveError(Exception):
+    """A checkpoint could not be written."""
+
+
 class Checkpointer:
     """Saves to and restores from `<workdir>/checkpoints/<step>`, keeping the newest few.
 
@@ -19,6 +24,7 @@ class Checkpointer:
 
     def __init__(self, workdir: pathlib.Path, keep: int | None):
         self.folder = workdir / workdir_lib.CHECKPOINTS
+        self._failed = False
         read_only = keep is None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -39,7 +45,7 @@ class Checkpointer:
         """Starts a save of the state after `step` updates; it is complete or absent on disk."""
         meta = {"version": META_VERSION, "step": step, **meta}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        self._manager.save(step, args=args)
+        self._guard(self._manager.save, step, args=args)
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """What was saved beside the state: step, rows_seen, tokens_seen, config and so on."""
@@ -53,11 +59,23 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Returns when nothing is being saved any more; raises what a background save raised."""
-        self._manager.wait_until_finished()
+        self._guard(self._manager.wait_until_finished)
 
     def close(self) -> None:
         """Waits for running saves and frees the threads."""
-        self._manager.close()
+        try:
+            self._manager.close()
+        except Exception:
+            if not self._failed:  # else it was raised before
+                raise
+
+    def _guard(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:  # disk full, read-only, quota: of many types
+            self._failed = True
+            first = str(error).strip().splitlines()[0][:200]
+            raise SaveError(f"nothing could be saved under {self.folder}: {first}") from error
 
 
 def newest(workdir: pathlib.Path) -> tuple[int, dict[str, Any]] | None:
@@ -67,7 +85,15 @@ def newest(workdir: pathlib.Path) -> tuple[int, dict[str, Any]] | None:
     reader = Checkpointer(workdir, keep=None)
     try:
         step = reader.latest()
-        return None if step is None else (step, reader.read_meta(step))
+        if step is None:
+            return None
+        try:
+            return step, reader.read_meta(step)
+        except Exception as error:
+            raise ValueError(
+                f"checkpoint {reader.folder / str(step)} is damaged ({type(error).__name__}); "
+                "remove that folder to go on from the one before"
+            ) from error
     finally:
         reader.close()
 

@@ -34,8 +34,23 @@ def train(
       ValueError: bad input, before the first step.
       signals.Stop: the run ended early; carries the exit code.
     """
-    # 1. The run's folder, and what is in it: own checkpoints, else a fresh start.
+    metrics.check(config)
     folder = workdir_lib.open_workdir(workdir)
+    with workdir_lib.locked(folder), signals.StopRequest() as request:
+        try:
+            return _train(config, folder, recipe, devices, request)
+        except checkpoint.SaveError as error:
+            raise signals.Stop(str(error), signals.CANNOT_SAVE) from error
+
+
+def _train(
+    config: FrozenConfigDict,
+    folder: pathlib.Path,
+    recipe: str,
+    devices: Any,
+    request: signals.StopRequest,
+) -> dict[str, Any]:
+    # 1. What is in the run's folder: own checkpoints, else a fresh start.
     programs_lib.set_up_jax(config)
     start = checkpoint.newest(folder)
     resumed, meta = start or (0, {"rows_seen": 0, "tokens_seen": 0, "seconds": 0.0})
@@ -45,6 +60,7 @@ def train(
     devices = devices or jax.devices()
     shape = mesh_lib.mesh_shape(config.mesh, len(devices))
     mesh_lib.check_fits(config, shape)
+    programs_lib.for_platform(config, devices[0].platform)  # refuses what cannot run there
     mesh = mesh_lib.make_mesh(shape, devices)
 
     # 3. Data.
@@ -56,15 +72,17 @@ def train(
             f"that of {config.data.source} is {fingerprint[:12]} (another interpreter's library?)"
         )
     lines = summary.start_lines(config, folder, mesh, dataset, resumed, meta, changes)
-    print(*lines, sep="\n", flush=True)
+    metrics.say(*lines)
     if resumed >= config.train.steps:
-        print(f"this run is finished; to go on: --config.train.steps={2 * config.train.steps}")
+        metrics.say(
+            f"this run is finished; to go on: --config.train.steps={2 * config.train.steps}"
+        )
         return summary.finish(config, folder, recipe, dataset)
+    request.check()
     workdir_lib.write_run_files(folder, config, devices)
     with (
         contextlib.closing(metrics.Writer(folder, config)) as writer,
         contextlib.closing(checkpoint.Checkpointer(folder, config.checkpoint.keep)) as checkpoints,
-        signals.StopRequest() as request,
     ):
         # 4. State: restored into its shardings, or made in them.
         init = functools.partial(step.init_state, config)
@@ -77,10 +95,9 @@ def train(
 
         # 5. Programs.
         programs = programs_lib.Programs(config, mesh)
-        print(
+        metrics.say(
             f"compiled in {metrics.human_time(programs.compile_seconds)}; "
-            f"one step needs {metrics.human_bytes(programs.peak_bytes)} a device",
-            flush=True,
+            f"one step needs {metrics.human_bytes(programs.peak_bytes)} a device"
         )
 
         # 6. Steps. The device gets the next one before the numbers of the last are read.
@@ -121,11 +138,9 @@ class _Run:
         rows = self.dataset.rows["train"]
         batches = pipeline.train_batches(rows, cfg.train.seed, batch_size, self.rows_seen)
         profile = config_checks.parse_profile_steps(cfg.train.profile_steps, cfg.train.steps)
-        if request.name:
-            raise signals.Stop(
-                f"stopped by {request.name} before a step was made; nothing new to save",
-                signals.NOT_SAVED,
-            )
+        if profile and profile[1] <= self.first:
+            self.progress.note(f"no profile: steps {cfg.train.profile_steps} were made before")
+        request.check()
         for number in range(self.first + 1, cfg.train.steps + 1):
             self.clock.start()
             if profile and number == max(profile[0], self.first + 1) <= profile[1]:
@@ -149,13 +164,13 @@ class _Run:
                 if last or stop or due:
                     self.save(state, number)
             if stop and not last:
-                self.wait(number)
+                self.checkpoints.wait()
                 raise signals.Stop(
                     f"stopped by {stop} after step {number}, which is saved; "
                     "the same command goes on from there",
                     signals.SAVED,
                 )
-        self.wait(cfg.train.steps)
+        self.checkpoints.wait()
 
     def read(self) -> None:
         """Reads and writes the numbers of the step before; stops if they are not finite."""
@@ -203,21 +218,5 @@ class _Run:
             "data": self.dataset.manifest["fingerprint"],
             "config": self.config.to_dict(),
         }
-        try:
-            self.checkpoints.save(number, state, meta)
-        except OSError as error:
-            raise self._save_failed(number, error) from error
+        self.checkpoints.save(number, state, meta)
         self.saved = number
-
-    def wait(self, number: int) -> None:
-        """Waits for the last save."""
-        try:
-            self.checkpoints.wait()
-        except OSError as error:
-            raise self._save_failed(number, error) from error
-
-    def _save_failed(self, number: int, error: OSError) -> signals.Stop:
-        where = self.checkpoints.folder
-        return signals.Stop(
-            f"step {number} could not be saved under {where}: {error}", signals.CANNOT_SAVE
-        )

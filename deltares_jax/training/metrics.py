@@ -1,10 +1,14 @@
 """What a run reports: metrics.jsonl, TensorBoard, W&B, and the progress line."""
 
+import importlib.util
 import json
+import os
 import pathlib
 import sys
 import time
 from typing import Any
+
+from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.training import workdir as workdir_lib
 
@@ -49,16 +53,27 @@ def read_rows(workdir: pathlib.Path) -> tuple[dict[int, Any], dict[int, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        (held_out if "eval_loss" in row else train)[row["step"]] = row
+        if isinstance(row, dict) and "step" in row:
+            (held_out if "eval_loss" in row else train)[row["step"]] = row
     return train, held_out
 
 
-class Writer:
-    """Writes rows of one step to metrics.jsonl and to the other places that are switched on.
+def say(*lines: str, end: str = "\n") -> None:
+    """Prints lines; a reader who has gone away (`| head`, a closed pager) does not end the run."""
+    try:
+        print(*lines, sep="\n", end=end, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open to the end
 
-    Raises:
-      ValueError: `metrics.wandb` is on and wandb is not installed.
-    """
+
+def check(config: FrozenConfigDict) -> None:
+    """Refuses `metrics.wandb` where wandb is not installed."""
+    if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError("metrics.wandb=True needs wandb: pip install 'deltares-jax[wandb]'")
+
+
+class Writer:
+    """Writes rows of one step to metrics.jsonl and to the other places that are switched on."""
 
     def __init__(self, workdir: pathlib.Path, config: Any):
         path = workdir / workdir_lib.METRICS
@@ -72,12 +87,8 @@ class Writer:
 
             self._tensorboard = SummaryWriter(str(workdir / "tensorboard"))
         if config.metrics.wandb:
-            try:
-                import wandb
-            except ImportError:
-                raise ValueError(
-                    "metrics.wandb=True needs wandb: pip install 'deltares-jax[wandb]'"
-                ) from None
+            import wandb
+
             self._wandb = wandb.init(
                 project="deltares_jax",
                 dir=str(workdir),
@@ -153,18 +164,18 @@ class Progress:
             f"{human_count(row['tokens_per_second'])} tokens/s  {left} left"
         )
         if self._live:
-            print(f"\r{text:<{self._width}}", end="", flush=True)
+            say(f"\r{text:<{self._width}}", end="")
             self._width = len(text)
         else:
-            print(text, flush=True)
+            say(text)
 
     def note(self, text: str) -> None:
         """Prints a line of its own, clear of the live line."""
         self.close()
-        print(text, flush=True)
+        say(text)
 
     def close(self) -> None:
         """Ends the live line."""
         if self._width:
-            print(flush=True)
+            say("")
             self._width = 0

@@ -15,7 +15,7 @@ from deltares_jax import config as config_lib
 from deltares_jax.data import pipeline
 from deltares_jax.models import attention
 from deltares_jax.parallel import sharding
-from deltares_jax.training import step
+from deltares_jax.training import metrics, step
 
 
 def set_up_jax(config: FrozenConfigDict) -> None:
@@ -32,7 +32,9 @@ def set_up_jax(config: FrozenConfigDict) -> None:
         if not os.access(path, os.W_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
-        print(f"warning: train.compile_cache={path} cannot be written ({error.strerror}); going on")
+        metrics.say(
+            f"warning: train.compile_cache={path} cannot be written ({error.strerror}); going on"
+        )
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
 

@@ -1,5 +1,6 @@
 """A request to stop: noted when it comes, obeyed between two steps."""
 
+import contextlib
 import signal
 import sys
 from types import FrameType, TracebackType
@@ -20,14 +21,19 @@ class Stop(Exception):  # noqa: N818 - it is no error: a run that ends early, wi
 
 
 class StopRequest:
-    """Notes SIGTERM and SIGINT while it is entered; a second SIGINT interrupts at once."""
+    """Notes SIGTERM, SIGINT and SIGHUP while it is entered; a second SIGINT interrupts at once.
+
+    SIGHUP stays ignored where it is (nohup).
+    """
 
     def __init__(self) -> None:
         self.name = ""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             try:
                 self._previous[number] = signal.signal(number, self._note)
             except ValueError:  # not the main thread: whoever runs us handles signals
@@ -43,8 +49,16 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def check(self) -> None:
+        """Ends a run that has not made a step yet if a stop was asked for."""
+        if self.name:
+            raise Stop(
+                f"stopped by {self.name} before a step was made; nothing new to save", NOT_SAVED
+            )
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.name and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
-        print(f"\n{self.name}: stopping after this step", file=sys.stderr)
+        with contextlib.suppress(OSError):  # after SIGHUP there may be no terminal
+            print(f"\n{self.name}: stopping after this step", file=sys.stderr)

@@ -91,6 +91,8 @@ def finish(
 ) -> dict[str, Any]:
     """Draws the loss curve, prints the summary and returns its numbers."""
     train, held_out = metrics.read_rows(folder)
+    if not train:
+        raise ValueError(f"{folder / workdir_lib.METRICS} holds no training rows to sum up")
     first, last = train[min(train)], train[max(train)]
     result: dict[str, Any] = {
         "workdir": str(folder),
@@ -108,7 +110,7 @@ def finish(
     if held_out:
         result["eval_loss"] = held_out[max(held_out)]["eval_loss"]
         bigram = bigram_loss(config, dataset)
-        text = f"held-out loss: {result['eval_loss']:.4f} nats per token"
+        text = f"held-out loss: {result['eval_loss']:.4f} nats per token at step {max(held_out)}"
         if bigram is not None:
             result["bigram_loss"] = bigram
             text += f"; an add-one bigram table of the train split has {bigram:.4f}"
@@ -123,5 +125,5 @@ def finish(
             f"--config.model.residual.variant={other} "
             f"--workdir={shlex.quote(workdir_lib.shown(folder.parent / other))}"
         )
-    print(*lines, sep="\n", flush=True)
+    metrics.say(*lines)
     return result

@@ -1,12 +1,14 @@
 """The run's folder: checked before anything is compiled; what is in it besides checkpoints."""
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -32,8 +34,7 @@ def open_workdir(path: str) -> pathlib.Path:
     config_checks.local_folder("--workdir", path)
     workdir = pathlib.Path(path).expanduser().absolute()
     for parent in workdir.parents:
-        inside = workdir.relative_to(parent).parts[0]
-        if (parent / CHECKPOINTS).is_dir() and (inside == CHECKPOINTS or workdir.name.isdigit()):
+        if (parent / CHECKPOINTS).is_dir() or (parent / RUN).is_file():
             raise ValueError(
                 f"--workdir={path} is inside the run {parent}; give the run's folder itself"
             )
@@ -45,6 +46,26 @@ def open_workdir(path: str) -> pathlib.Path:
     except OSError as error:
         raise ValueError(f"--workdir={path} cannot be written: {error.strerror}") from None
     return workdir
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+    """Keeps a second process of this machine out of the run.
+
+    Raises:
+      ValueError: another process trains there.
+    """
+    with (workdir / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--workdir={shown(workdir)} is in use by another process; wait for it, or give "
+                "another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def shown(path: pathlib.Path) -> str:
