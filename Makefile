@@ -22,7 +22,7 @@ test: $(VENV)/.test
 	$(BIN)/pytest -m 'not slow' $(TESTS)
 
 slow: $(VENV)/.test
-	$(BIN)/pytest -m slow
+	TEST_XLA_FLAGS= $(BIN)/pytest -m slow
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

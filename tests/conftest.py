@@ -10,7 +10,9 @@ CACHE = ROOT / ".pytest_cache" / "xla"
 
 # Before jax is imported anywhere.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Compiling takes most of the time; the slow tests and the commands run with full optimisation.
+optimisation = os.environ.get("TEST_XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {optimisation}"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
