@@ -21,13 +21,8 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(home).expanduser() / "deltares_jax"
 
 
-def default() -> ConfigDict:
-    """Every key there is, with its type and a default that trains on a laptop.
-
-    Lengths are in tokens, batch sizes in sequences over all devices, cadences in steps.
-    """
-    config = ConfigDict()
-    config.model = ConfigDict(
+def _default_model() -> ConfigDict:
+    return ConfigDict(
         {
             "vocab_size": 257,
             "width": 128,
@@ -41,10 +36,10 @@ def default() -> ConfigDict:
             "norm_eps": 1e-6,
             "dtype": "float32",  # of compute; parameters and moments are float32 or wider
             "remat": "none",  # what the backward pass keeps: see depth.REMAT_POLICIES
-            "scan": "auto",  # the form of the depth loop
-            "attention": "auto",
+            "scan": "auto",  # the form of the depth loop: see depth.FORMS
+            "attention": "auto",  # see attention.IMPLEMENTATIONS
             "residual": {
-                "variant": "delta_block",
+                "variant": "delta_block",  # see variants.VARIANTS
                 "num_blocks": 2,
                 "gate": "none",
                 "null_source": False,
@@ -52,6 +47,15 @@ def default() -> ConfigDict:
             },
         }
     )
+
+
+def default() -> ConfigDict:
+    """Every key there is, with its type and a default that trains on a laptop.
+
+    Lengths are in tokens, batch sizes in sequences over all devices, cadences in steps.
+    """
+    config = ConfigDict()
+    config.model = _default_model()
     config.data = ConfigDict(
         {
             "source": "py_stdlib",
