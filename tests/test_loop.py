@@ -421,6 +421,7 @@ def test_command_outlives_the_reader_of_its_output(tmp_path):
 
 def test_command_that_cannot_save_says_so_and_keeps_what_it_has(tmp_path):
     """A limit on the size of files stands for a full disk."""
+    pipeline.open_dataset(config_lib.resolve(config_lib.default()))  # prepared before the limit
     small = ["--config.train.steps=4", "--config.checkpoint.every=2", "--config.eval.every=0"]
     arguments = [f"--workdir={tmp_path}/run", "--config.metrics.tensorboard=False", *small]
     limited = ["sh", "-c", 'ulimit -f 80; exec "$0" "$@"']  # blocks of 512 bytes
@@ -429,6 +430,14 @@ def test_command_that_cannot_save_says_so_and_keeps_what_it_has(tmp_path):
     assert process.returncode == 6
     assert f"nothing could be saved under {tmp_path}/run/checkpoints" in stderr.splitlines()[-1]
     assert checkpoint.newest(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize(("every", "steps"), [(4, [1, 4, 6]), (100, [1, 6])])
+def test_the_first_and_last_step_are_logged_whatever_the_cadence(tiny, tmp_path, every, steps):
+    tiny.train.log_every = every
+    result = train(tiny, tmp_path / "run")
+    assert sorted(log(tmp_path / "run")) == steps
+    assert result["steps"] == 6
 
 
 def test_a_second_process_is_kept_out(tiny, tmp_path):

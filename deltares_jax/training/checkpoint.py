@@ -74,7 +74,7 @@ class Checkpointer:
             function(*args, **kwargs)
         except Exception as error:  # disk full, read-only, quota: of many types
             self._failed = True
-            first = str(error).strip().splitlines()[0][:200]
+            first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise SaveError(f"nothing could be saved under {self.folder}: {first}") from error
 
 

@@ -191,7 +191,8 @@ class _Run:
         values["tokens_per_second"] = values["tokens"] / max(now - self.last_read, 1e-9)
         self.last_read = now
         values["tokens_seen"] = self.tokens_seen
-        if number % self.config.train.log_every == 0:
+        train = self.config.train
+        if number % train.log_every == 0 or number in (1, train.steps):  # the summary needs both
             self.writer.write(number, values)
         self.progress.update(values, number, now / (number - self.first))
 
