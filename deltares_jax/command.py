@@ -4,6 +4,7 @@ import itertools
 import os
 import pathlib
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from ml_collections.config_dict.config_dict import ConfigDict
 
 from deltares_jax import config as config_lib
 from deltares_jax import config_checks
-from deltares_jax.training.signals import NOT_SAVED, Stop
+from deltares_jax.training.signals import CANNOT_SAVE, NOT_SAVED, Stop
 
 BAD_INPUT = 2
 MISSING_CONFIG = "--config is missing; for example --config=configs/debug.py"
@@ -88,6 +89,19 @@ def _parse(argv: list[str]) -> None:
         raise ValueError(f"{where}: get_config() must return a config, not {kind}")
 
 
+def _quiet_background() -> None:
+    """Keeps the threads of a failed save from printing what our thread raises and says anyway."""
+    noisy = ("orbax", "asyncio", "concurrent")
+    handler = logging.get_absl_handler()
+    handler.addFilter(lambda record: not set(noisy) & set(pathlib.Path(record.pathname).parts))
+
+    def unraisablehook(error: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            sys.__unraisablehook__(error)
+
+    sys.unraisablehook = unraisablehook
+
+
 def run(main: Callable[[], int | None], doc: str) -> None:
     """Parses the flags, runs `main` and exits with its code.
 
@@ -102,6 +116,7 @@ def run(main: Callable[[], int | None], doc: str) -> None:
         print(doc.strip(), "", "flags:", *lines, sep="\n")
         sys.exit(0)
     logging.use_absl_handler()
+    _quiet_background()
     logging.set_verbosity(logging.ERROR)  # what is wrong with a recipe is told in one line
     try:
         _parse(sys.argv)
@@ -117,6 +132,10 @@ def run(main: Callable[[], int | None], doc: str) -> None:
     except Stop as stop:
         print(f"error: {stop}" if stop.code < 128 else str(stop), file=sys.stderr)
         code = stop.code
+        if code == CANNOT_SAVE:  # what is left of the save would report its end after this line
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
     except ValueError as error:
         if os.environ.get("DELTARES_JAX_TRACEBACK"):
             traceback.print_exc()

@@ -435,7 +435,8 @@ def test_command_that_cannot_save_says_so_and_keeps_what_it_has(tmp_path):
     process = start_command(*arguments, prefix=limited, stderr=subprocess.PIPE)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 6, stderr[-3000:]
-    assert f"nothing could be saved under {tmp_path}/run/checkpoints" in stderr.splitlines()[-1]
+    (line,) = stderr.splitlines()
+    assert line.startswith(f"error: nothing could be saved under {tmp_path}/run/checkpoints")
     assert checkpoint.newest(tmp_path / "run") is None
 
 
