@@ -44,6 +44,7 @@ def _default_model() -> ConfigDict:
                 "gate": "none",
                 "null_source": False,
                 "centered": False,
+                "kernel": "auto",  # how routing is computed: see residual.block_logits
             },
         }
     )
@@ -213,6 +214,7 @@ RESUME = {
     "model.scan": "free",
     "model.attention": "free",
     "model.dtype": "free",
+    "model.residual.kernel": "free",
     "data": "fixed",
     "data.dir": "free",
     "train.steps": "upwards",

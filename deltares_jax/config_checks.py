@@ -16,10 +16,11 @@ Flat = dict[str, Any]
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("bfloat16", "float32", "float64"),
     "model.remat": ("none", "full", "save_attention", "save_projections"),
-    "model.scan": ("auto", "blocks", "unrolled"),
+    "model.scan": ("auto", "blocks", "unrolled", "boundaries"),
     "model.attention": ("auto", "reference", "splash", "cudnn"),
     "model.residual.variant": tuple(variants.VARIANTS),
     "model.residual.gate": ("none", "scalar", "alpha"),
+    "model.residual.kernel": ("auto", "direct", "batched"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "optim.decay": ("matrices", "all"),
 }

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax.models import residual, variants
+from deltares_jax.models import block_rule, residual, variants
 from deltares_jax.models.layers import MLP, Attention, Context, RMSNorm
 
 Params = Any
@@ -45,11 +45,15 @@ class Layer(nn.Module):
         self,
         moving: residual.State,
         layer: Any,
+        logits: Any,
         block: Any,
         fixed: Any,
         context: Context,
     ) -> tuple[residual.State, Weights]:
-        """The state after layer `layer` of block `block`."""
+        """The state after layer `layer` of block `block`.
+
+        `logits` are those of its two readers over the fixed sources, as [2, S, B, T], or None.
+        """
         cfg = self.config
         # Ties the constants to the carry: the compiler would move their conversion to float32 out
         # of the loop and keep both copies.
@@ -62,7 +66,8 @@ class Layer(nn.Module):
         for sublayer, (name, function) in enumerate(sublayers):
             site = residual.Site(block, layer, sublayer, self.per_block)
             reader = residual.Reader(cfg, name=f"{name}_reader")
-            x_BTD, weights_SBT = reader(residual.join(state, fixed), site)
+            logits_SBT = None if logits is None else logits[sublayer]
+            x_BTD, weights_SBT = reader(residual.join(state, fixed), site, logits_SBT)
             y_BTD = function(RMSNorm(cfg.norm_eps, name=f"{name}_norm")(x_BTD))
             y_BTD = nn.with_logical_constraint(y_BTD, ("batch", "length", "embed"))
             state = residual.write(cfg, state, y_BTD, site)
@@ -95,10 +100,12 @@ class Block(nn.Module):
             _layer_class(self.config),
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=self.length,
         )(self.config, self.per_block, self.capture, name="layers")
-        moving, weights = layers(moving, jnp.arange(self.length), block, fixed, context)
+        stacked = self.variables["params"]["layers"]
+        logits = residual.block_logits(self.config, stacked, fixed)
+        moving, weights = layers(moving, jnp.arange(self.length), logits, block, fixed, context)
         closed = residual.join(moving, fixed)
         return residual.close_block(self.config, state, closed, block), weights
 
@@ -174,21 +181,41 @@ def unrolled(
     state: residual.State,
     context: Context,
     capture: bool,
+    keep_inputs: bool = True,
 ) -> tuple[residual.State, Weights]:
     """A Python loop over blocks, a scan over the layers of each.
 
-    Each block has just its own sources, and each source is saved once: L + 2N slots for the
-    backward pass. The program grows with N.
+    Each block has just its own sources. What is saved for the backward pass with `remat=full`, see
+    block_rule, is the input of each layer. The program grows with N.
     """
     name, num_blocks = config.residual.variant, config.residual.num_blocks
-    captured = []
+    captured: list[Weights] = []
+    starts: tuple[residual.State, ...] = ()
     for block, length in enumerate(variants.block_lengths(name, config.num_layers, num_blocks)):
+        if config.remat == "full" and not capture:
+            extent = block_rule.Extent(block, block * _per_block(config), length)
+            opened, apply_layer = state, functools.partial(_apply_layer, config)
+            state = block_rule.run_block(
+                config, apply_layer, extent, params, state, starts, context, keep_inputs
+            )
+            state = residual.close_block(config, opened, state, block)
+            starts = (*starts, opened)
+            continue
         state, weights = _apply_block(config, params, state, context, capture, block, length)
         captured.append(weights)
-    return state, jax.tree.map(lambda *w: jnp.concatenate(w), *captured)
+    return state, jax.tree.map(lambda *w: jnp.concatenate(w), *captured) if capture else None
 
 
-FORMS = {"blocks": scan_blocks, "unrolled": unrolled}
+def _apply_layer(config: FrozenConfigDict, params: Params, *args: Any) -> residual.State:
+    moving: Any = Layer(config, _per_block(config), False).apply({"params": params}, *args)[0]
+    return moving
+
+
+FORMS = {
+    "blocks": scan_blocks,
+    "unrolled": unrolled,
+    "boundaries": functools.partial(unrolled, keep_inputs=False),
+}
 
 
 def run(
@@ -207,5 +234,5 @@ def run(
     form = config.scan
     if form == "auto":
         form = "unrolled" if _per_block(config) < config.num_layers else "blocks"
-    state = residual.start(config, embedding_BTD, listed=form == "unrolled")
+    state = residual.start(config, embedding_BTD, listed=form != "blocks")
     return FORMS[form](config, params, state, context, capture)

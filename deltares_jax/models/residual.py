@@ -4,9 +4,10 @@ A layer calls `Reader` before and `write` after each sublayer, the depth loop ca
 the model ends with `FinalReader`. What they do is decided by the row of `variants.VARIANTS`; no
 other code asks which variant runs.
 
-B batch, T sequence, D width, S source slots.
+B batch, T sequence, D width, S source slots, R readers of a block, m layers of a block.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -16,7 +17,12 @@ from jax import lax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import variants
-from deltares_jax.models.routing_ops import Sources, route, statistics_dtype
+from deltares_jax.models.routing_ops import (
+    Sources,
+    logits_of_readers,
+    route,
+    statistics_dtype,
+)
 
 
 class State(NamedTuple):
@@ -124,15 +130,66 @@ def close_block(config: FrozenConfigDict, opened: State, state: State, block: An
     return State(stream_BTD, sources)
 
 
-def _groups(sources: Any, seen: Any) -> tuple[list[Sources], int]:
+def sources_from_starts(config: FrozenConfigDict, starts: tuple[jax.Array, ...]) -> Any:
+    """The listed sources of block n from the streams [B, T, D] at the starts of blocks 1 … n.
+
+    None where the sources are no function of them.
+    """
+    row = _row(config)
+    if row.appends != "delta" or not row.seeded:
+        return None
+    return (starts[0], *(after - before for before, after in itertools.pairwise(starts)))
+
+
+def block_logits(config: FrozenConfigDict, layers: Any, sources: Any) -> Any:
+    """The logits of all readers of a block over the sources that are fixed in it.
+
+    Args:
+      config: of the model.
+      layers: the parameters of the block's layers, stacked as [m, …].
+      sources: a buffer or a tuple, as in `State`.
+
+    Returns:
+      [m, 2, S, B, T], or None where every reader computes its own or has nothing to choose.
+    """
+    if not is_batched(config) or not len(sources):
+        return None
+    if len(sources) == 1 and not config.residual.null_source and _row(config).live == "never":
+        return None
+    routing = [layers[f"{kind}_reader"]["routing"] for kind in variants.SUBLAYERS]
+    query_RD, gain_RD = (
+        jnp.concatenate([parameters[name] for parameters in routing]) for name in ("query", "gain")
+    )
+    parts = [s[None] for s in sources] if isinstance(sources, tuple) else [sources]
+    logits_RSBT = jnp.concatenate(
+        [logits_of_readers(part, query_RD, gain_RD, config.norm_eps) for part in parts], axis=1
+    )
+    halves = logits_RSBT.reshape(2, -1, *logits_RSBT.shape[1:])
+    return jnp.swapaxes(halves, 0, 1)
+
+
+def is_batched(config: FrozenConfigDict) -> bool:
+    """Whether logits are computed for a block at once: its sources stay as they are inside it."""
+    return config.residual.kernel != "direct" and _row(config).grows == "block"
+
+
+def _groups(sources: Any, seen: Any, logits_SBT: Any = None) -> tuple[list[Sources], int]:
     """The sources as groups for `route`, and how many slots they take up."""
     if isinstance(sources, tuple):
-        valid = [jnp.asarray(slot < seen).reshape(1) for slot in range(len(sources))]
-        groups = [Sources(s[None], v) for s, v in zip(sources, valid, strict=True)]
+        groups = []
+        for slot, source_BTD in enumerate(sources):
+            logits_1BT = None if logits_SBT is None else logits_SBT[slot : slot + 1]
+            valid_1 = jnp.asarray(slot < seen).reshape(1)
+            groups.append(Sources(source_BTD[None], valid_1, logits_1BT))
         return groups, len(sources)
     # A depth known at trace time reads just its sources; otherwise the rest is masked.
-    used = seen if isinstance(seen, int) else sources.shape[0]
-    return [Sources(sources[:used], jnp.arange(used) < seen)], used
+    is_array = isinstance(sources, jax.Array)
+    used = seen if is_array and isinstance(seen, int) else sources.shape[0]
+    if not is_array:
+        return [Sources(sources, jnp.arange(used) < seen, logits_SBT)], used
+    if logits_SBT is not None:
+        logits_SBT = logits_SBT[:used]
+    return [Sources(sources[:used], jnp.arange(used) < seen, logits_SBT)], used
 
 
 class _Routing(nn.Module):
@@ -167,13 +224,15 @@ class Reader(nn.Module):
     config: FrozenConfigDict
 
     @nn.compact
-    def __call__(self, state: State, site: Site) -> tuple[jax.Array, jax.Array | None]:
-        """Reads at `site`."""
+    def __call__(
+        self, state: State, site: Site, logits_SBT: Any = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Reads at `site`, with the logits over the slots where `block_logits` made them."""
         cfg, row = self.config, _row(self.config)
         stream_BTD, sources = state
         if row.routing == "none":
             return stream_BTD, None
-        groups, used = _groups(sources, variants.visible_slots(row, *site))
+        groups, used = _groups(sources, variants.visible_slots(row, *site), logits_SBT)
         if row.live != "never":
             live = jnp.asarray(variants.sees_stream(row, site.layer, site.sublayer)).reshape(1)
             groups.append(Sources(stream_BTD[None], live))

@@ -63,7 +63,7 @@ class Transformer(nn.Module):
         rotary = attention.rotary_tables(positions_BT, cfg.head_dim, cfg.rope_theta, dtype)
         context = Context(rotary, segments_BT)
         state, weights = residual.start(cfg, h_BTD), None
-        params = self.param("layers", depth.init_layers, cfg, state, 0, 0, None, context)
+        params = self.param("layers", depth.init_layers, cfg, state, 0, None, 0, None, context)
         if not self.is_initializing():  # initial values need no depth
             state, weights = depth.run(cfg, params, h_BTD, context, capture)
         h_BTD, final_SBT = residual.FinalReader(cfg, name="final_reader")(state)

@@ -1,0 +1,297 @@
+"""The layers of one block under a derivative rule of their own, for `model.remat=full`.
+
+Autodiff of a scan keeps what the scan reads: a copy of the block's slice of every stacked parameter
+and all of its sources, from the forward to the backward pass. The rule keeps the input of each
+layer alone (or that of the block alone). Parameters are sliced again, in the compute dtype, and
+sources made again from the inputs of the blocks where they are read.
+
+An argument that is differentiated but not read has a twin that is read: the gradient of `own`, the
+block's slice of the parameters, flows while the values come from `whole`.
+
+B batch, T sequence, D width, L layers, m layers of a block, S source slots.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from ml_collections.config_dict.config_dict import FrozenConfigDict
+
+from deltares_jax.models import residual
+from deltares_jax.models.layers import Context
+from deltares_jax.models.routing_ops import mix
+
+Params = Any
+# (layer parameters, moving state, layer, logits, block, fixed, context) -> moving state
+ApplyLayer = Callable[..., residual.State]
+
+
+class Extent(NamedTuple):
+    """Which layers a block has: its number, its first layer in the stack, its length in layers."""
+
+    block: int
+    first: int
+    length: int
+
+
+class Kept(NamedTuple):
+    """What the backward pass of a block reads.
+
+    starts: the state at the start of each block up to this one.
+    inner: the inputs of the layers after the first, [m − 1, B, T, D]; None where not kept.
+    fixed: the sources, None where they are made from the starts.
+    """
+
+    starts: tuple[residual.State, ...]
+    inner: Any
+    fixed: Any
+    logits: Any
+    whole: Params
+    context: Context
+
+
+def run_block(
+    config: FrozenConfigDict,
+    apply_layer: ApplyLayer,
+    extent: Extent,
+    params: Params,
+    state: residual.State,
+    earlier: tuple[residual.State, ...],
+    context: Context,
+    keep_inputs: bool,
+) -> residual.State:
+    """The state after the last layer of a block, which is not closed yet.
+
+    Args:
+      config: of the model.
+      apply_layer: one layer on its own parameters.
+      extent: the block's place in the stack.
+      params: the parameters of all layers, [L, …].
+      state: the state at the start of the block.
+      earlier: the states at the starts of the blocks before.
+      context: what all layers read.
+      keep_inputs: keep the input of every layer, else that of the first alone, which costs one more
+        forward pass.
+    """
+    moving, fixed = residual.split(config, state)
+    earlier = tuple(residual.split(config, start)[0] for start in earlier)
+    last = extent.first + extent.length
+    own = jax.tree.map(lambda p: p[extent.first : last], params)
+    rule = _rule(config, apply_layer, extent, keep_inputs)
+    moving = rule(own, moving, fixed, lax.stop_gradient(params), context, earlier)
+    return residual.join(moving, fixed)
+
+
+def _rule(
+    config: FrozenConfigDict, apply_layer: ApplyLayer, extent: Extent, keep_inputs: bool
+) -> Callable[..., Any]:
+    layers = jnp.arange(extent.length)
+
+    def forward(
+        whole: Params,
+        own: Params,
+        moving: Any,
+        fixed: Any,
+        logits: Any,
+        context: Context,
+        keep: bool,
+    ) -> tuple[Any, Any]:
+        inner = jax.tree.map(lambda x: jnp.zeros((extent.length - 1, *x.shape), x.dtype), moving)
+        if extent.length == 1 or not keep:
+            inner = None
+
+        def body(carry: Any, xs: Any) -> tuple[Any, None]:
+            moving, inner = carry
+            flat, layer, logits = xs
+            params = jax.tree.map(lambda p, s: p.reshape(s.shape[1:]), flat, whole)
+            inner = _put(inner, moving, layer - 1)
+            moving = apply_layer(params, moving, layer, logits, extent.block, fixed, context)
+            return (moving, inner), None
+
+        return lax.scan(body, (moving, inner), (own, layers, logits))[0]
+
+    def primal(*args: Any) -> Any:
+        return save(*args)[0]
+
+    def save(
+        _: Params, moving: Any, fixed: Any, whole: Params, context: Context, earlier: Any
+    ) -> tuple[Any, Kept]:
+        own = _slice(config, whole, extent, moving)
+        logits = residual.block_logits(config, own, fixed)
+        after, inner = forward(whole, own, moving, fixed, logits, context, keep_inputs)
+        starts = (*earlier, moving)
+        made = residual.is_batched(config) and _sources(config, starts) is not None
+        return after, Kept(starts, inner, None if made else fixed, logits, whole, context)
+
+    def derivative(kept: Kept, d_after: Any) -> tuple[Any, ...]:
+        own = _slice(config, kept.whole, extent, d_after)
+        inner, start = kept.inner, kept.starts[-1]
+        if not keep_inputs:
+            args = (
+                kept.whole,
+                own,
+                start,
+                _fixed(config, kept, d_after),
+                kept.logits,
+                kept.context,
+            )
+            inner = forward(*args, True)[1]
+
+        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+            d_after, d_fixed = carry
+            params, layer, logits = xs
+            moving = _get(inner, start, layer - 1)
+            # Ties the sources to the loop: they would be converted, and kept, outside of it.
+            d_after, fixed = lax.optimization_barrier((d_after, kept.fixed))
+
+            def apply(params: Params, moving: Any, logits: Any, fixed: Any) -> Any:
+                if kept.fixed is None:
+                    fixed = Made(fixed, kept.starts, config)
+                params = jax.tree.map(lambda p, w: p.reshape(w.shape[1:]), params, kept.whole)
+                args = (layer, logits, extent.block, fixed, kept.context)
+                return apply_layer(params, moving, *args)
+
+            read = d_fixed if kept.fixed is None else fixed
+            vjp = jax.vjp(apply, params, moving, logits, read)[1]
+            d_params, d_moving, d_logits, d_more = vjp(d_after)
+            return (d_moving, jax.tree.map(jnp.add, d_fixed, d_more)), (d_params, d_logits)
+
+        shapes = jax.eval_shape(lambda: _fixed(config, kept, d_after))
+        (d_moving, d_fixed), (d_own, d_logits) = lax.scan(
+            body,
+            (d_after, jax.tree.map(_zeros, shapes)),
+            (own, layers, kept.logits),
+            reverse=True,
+        )
+        fixed = _fixed(config, kept, d_moving)
+        logits_vjp = jax.vjp(functools.partial(residual.block_logits, config), own, fixed)[1]
+        d_own, d_fixed = jax.tree.map(jnp.add, (d_own, d_fixed), logits_vjp(d_logits))
+        d_own = jax.tree.map(
+            lambda d, p: d.reshape(-1, *p.shape[1:]).astype(p.dtype), d_own, kept.whole
+        )
+        return d_own, d_moving, d_fixed, None, None, None
+
+    rule = jax.custom_vjp(primal)
+    rule.defvjp(save, derivative)
+    return rule
+
+
+def _put(inner: Any, moving: Any, index: jax.Array) -> Any:
+    """Writes an input; that of the first layer, at −1, is overwritten by the next one's."""
+    if inner is None:
+        return None
+    index = jnp.maximum(index, 0)
+    return jax.tree.map(lambda i, m: lax.dynamic_update_index_in_dim(i, m, index, 0), inner, moving)
+
+
+def _get(inner: Any, start: Any, index: jax.Array) -> Any:
+    """The input at an index; that of the first layer, at −1, is the start."""
+    if inner is None:
+        return start
+
+    def one(inner: jax.Array, start: jax.Array) -> jax.Array:
+        later = lax.dynamic_index_in_dim(inner, jnp.maximum(index, 0), 0, keepdims=False)
+        return jnp.where(index < 0, start, later)
+
+    return jax.tree.map(one, inner, start)
+
+
+def _zero_after(value: Any) -> jax.Array:
+    """A 0 that the compiler cannot know before `value` is there.
+
+    As an index it keeps what is indexed from being made earlier than it is wanted: the scheduler
+    would make the slices of all blocks at once.
+    """
+    leaf = jax.tree.leaves(value)[0]
+    return jnp.isnan(leaf[(0,) * leaf.ndim]).astype(jnp.int32)
+
+
+def _slice(config: FrozenConfigDict, whole: Params, extent: Extent, when: Any) -> Params:
+    """The parameters of a block, matrices in the compute dtype, to which the layers cast them."""
+    first = extent.first + _zero_after(when)
+
+    def one(stack: jax.Array) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(_flat(config, stack), first, extent.length)
+        return part.astype(config.dtype) if stack.ndim > 2 else part
+
+    return jax.tree.map(one, whole)
+
+
+def _flat(config: FrozenConfigDict, stack: jax.Array) -> jax.Array:
+    """Heads and head_dim as one axis: the compiler would copy the stack for another layout."""
+    if stack.ndim < 4:
+        return stack
+    m, a, b, c = stack.shape
+    return stack.reshape((m, a, b * c) if c == config.head_dim else (m, a * b, c))
+
+
+def _zeros(source: jax.ShapeDtypeStruct) -> jax.Array:
+    axes = ("batch", "length", "embed")
+    zeros = jnp.zeros(source.shape, source.dtype)
+    return nn.with_logical_constraint(zeros, (None,) * (zeros.ndim - 3) + axes)
+
+
+def _sources(config: FrozenConfigDict, starts: tuple[residual.State, ...]) -> Any:
+    """The sources that the starts make up, None where they do not."""
+    return residual.sources_from_starts(config, tuple(s.stream_BTD for s in starts))
+
+
+def _fixed(config: FrozenConfigDict, kept: Kept, when: Any) -> Any:
+    if kept.fixed is not None:
+        return kept.fixed
+    return _sources(config, lax.optimization_barrier((when, kept.starts))[1])
+
+
+@struct.dataclass
+class Made:
+    """Sources that are made anew at each use. Gradients flow to `twins`, which are not read."""
+
+    twins: tuple[jax.Array, ...]
+    starts: tuple[residual.State, ...]
+    config: FrozenConfigDict = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[S, B, T, D], as if the sources lay in one array."""
+        return (len(self.twins), *self.twins[0].shape)
+
+    def mix(self, factors_SBT: jax.Array) -> jax.Array:
+        """See routing_ops.mix."""
+        return _mixer(self.config)(self.twins, self.starts, factors_SBT)
+
+
+def _mixer(config: FrozenConfigDict) -> Callable[..., jax.Array]:
+    """The mix of made sources, as a function of (twins, starts, factors)."""
+
+    def made(starts: Any, when: jax.Array) -> tuple[Any, jax.Array]:
+        when, starts = lax.optimization_barrier((when, starts))
+        return _sources(config, starts), when
+
+    def primal(twins: Any, starts: Any, factors_SBT: jax.Array) -> jax.Array:
+        sources, factors_SBT = made(starts, factors_SBT)
+        parts = [mix(s[None], f[None]) for s, f in zip(sources, factors_SBT, strict=True)]
+        return functools.reduce(jnp.add, parts)
+
+    def save(twins: Any, starts: Any, factors_SBT: jax.Array) -> Any:
+        return primal(twins, starts, factors_SBT), (starts, factors_SBT)
+
+    def derivative(saved: Any, d_mix_BTD: jax.Array) -> Any:
+        starts, factors_SBT = saved
+        # In the width in which it came: the sum into the twins' gradients reads it later.
+        sources, d_mix_BTD = made(starts, d_mix_BTD.astype(config.dtype))
+        d_mix_BTD = d_mix_BTD.astype(factors_SBT.dtype)
+        d_factors = [jnp.sum(d_mix_BTD * s.astype(d_mix_BTD.dtype), axis=-1) for s in sources]
+        d_twins = [
+            (f_BT[..., None] * d_mix_BTD).astype(s.dtype)
+            for s, f_BT in zip(sources, factors_SBT, strict=True)
+        ]
+        return tuple(d_twins), None, jnp.stack(d_factors)
+
+    rule = jax.custom_vjp(primal)
+    rule.defvjp(save, derivative)
+    return rule
