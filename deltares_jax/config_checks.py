@@ -15,7 +15,7 @@ Flat = dict[str, Any]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("bfloat16", "float32", "float64"),
-    "model.remat": ("none", "full", "save_attention", "save_projections"),
+    "model.remat": ("none", "full", "save_attention", "save_projections", "offload"),
     "model.scan": ("auto", "blocks", "unrolled", "boundaries"),
     "model.attention": ("auto", "reference", "splash", "cudnn"),
     "model.residual.variant": tuple(variants.VARIANTS),
@@ -194,6 +194,17 @@ def _residual(flat: Flat) -> None:
         raise ValueError(
             "model.residual.centered=True with model.residual.gate=alpha never trains: the "
             "gradients of both are 0 at the start; use gate=none or gate=scalar"
+        )
+    if flat["model.residual.kernel"] == "batched" and row.grows != "block":
+        takers = ", ".join(n for n, r in variants.VARIANTS.items() if r.grows == "block")
+        raise ValueError(
+            f"model.residual.kernel=batched is not defined for {name}, whose sources grow inside a "
+            f"block; it goes with {takers}"
+        )
+    if flat["model.scan"] == "boundaries" and flat["model.remat"] != "full":
+        raise ValueError(
+            "model.scan=boundaries keeps nothing inside a block, so it goes with model.remat=full, "
+            f"not with model.remat={flat['model.remat']}"
         )
     if null_source and flat["model.norm_eps"] == 0:
         raise ValueError(

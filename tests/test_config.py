@@ -144,8 +144,8 @@ def test_number_that_is_not_finite_is_refused(key, value):
     ("key", "value", "choices"),
     [
         ("model.dtype", "float16", ["bfloat16", "float32", "float64"]),
-        ("model.remat", "treu", ["none", "full", "save_attention", "save_projections"]),
-        ("model.scan", "layers", ["auto", "blocks", "unrolled"]),
+        ("model.remat", "treu", ["none", "full", "save_attention", "save_projections", "offload"]),
+        ("model.scan", "layers", ["auto", "blocks", "unrolled", "boundaries"]),
         ("model.attention", "flash", ["auto", "reference", "splash", "cudnn"]),
         ("model.residual.variant", "delta_blok", [*WITH_BLOCKS, *WITHOUT_BLOCKS]),
         ("model.residual.gate", "sigmoid", ["none", "scalar", "alpha"]),
@@ -228,6 +228,14 @@ def test_value_out_of_range_is_refused(key, value, rule):
         (
             {"model.residual.null_source": True, "model.norm_eps": 0.0},
             ["model.norm_eps=0", "model.residual.null_source=True"],
+        ),
+        (
+            {"model.residual.kernel": "batched", "model.residual.variant": "delta_attnres"},
+            ["model.residual.kernel=batched", "delta_attnres", "delta_block, attnres_block"],
+        ),
+        (
+            {"model.scan": "boundaries"},
+            ["model.scan=boundaries", "model.remat=full", "model.remat=none"],
         ),
         (
             {"train.batch_size": 8, "train.accumulation": 3},
@@ -451,6 +459,7 @@ RESUME = {
     "model.residual.gate": ("fixed", "scalar"),
     "model.residual.null_source": ("fixed", True),
     "model.residual.centered": ("fixed", True),
+    "model.residual.kernel": ("free", "direct"),
     "data.source": ("fixed", "fineweb_edu/sample-10BT"),
     "data.dir": ("free", "elsewhere"),
     "data.tokenizer": ("fixed", "Qwen/Qwen3-0.6B"),

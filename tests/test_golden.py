@@ -115,7 +115,7 @@ def test_float32_logits_of_the_wider_model(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_BLOCKS)
 def test_float32_unrolled(name):
-    check_float32(name, scan="unrolled")
+    check_float32(name, scan="unrolled", remat="full")
 
 
 @pytest.mark.slow
@@ -127,4 +127,4 @@ def test_float64(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_BLOCKS)
 def test_float64_unrolled(name):
-    check_float64(name, scan="unrolled")
+    check_float64(name, scan="unrolled", remat="full")

@@ -39,7 +39,9 @@ all_variants = pytest.mark.parametrize(("name", "options"), OPTIONS, ids=IDS)
 
 def make(tiny, name="delta_block", num_layers=4, num_blocks=2, **changes) -> FrozenConfigDict:
     config = tiny.model
-    residual = {k: changes.pop(k) for k in ("null_source", "gate", "centered") if k in changes}
+    residual = {
+        k: changes.pop(k) for k in ("null_source", "gate", "centered", "kernel") if k in changes
+    }
     config.update({"num_layers": num_layers, "vocab_size": 97, **changes})
     config.residual.update({"variant": name, "num_blocks": num_blocks, **residual})
     return FrozenConfigDict(config)
@@ -110,11 +112,13 @@ def test_zero_queries_of_delta_block_are_not_the_baseline(tiny):
 
 
 @pytest.mark.parametrize("name", ["delta_attnres", "delta_block", "full_additive"])
-@pytest.mark.parametrize("scan", ["blocks", "unrolled"])
-def test_centered_starts_as_the_baseline_bit_for_bit_and_learns(tiny, name, scan):
-    config = make(tiny, name, scan=scan, centered=True)
+@pytest.mark.parametrize(
+    ("scan", "remat"), [("blocks", "none"), ("unrolled", "none"), ("unrolled", "full")]
+)
+def test_centered_starts_as_the_baseline_bit_for_bit_and_learns(tiny, name, scan, remat):
+    config = make(tiny, name, scan=scan, remat=remat, centered=True)
     params = init(config, jax.random.key(0))
-    plain = make(tiny, "baseline", scan=scan)
+    plain = make(tiny, "baseline", scan=scan, remat=remat)
     expected = logits(plain, without_routing(params), inputs())
     np.testing.assert_array_equal(logits(config, params, inputs()), expected)
     # The last layer's readers have several sources.
@@ -165,12 +169,17 @@ def test_a_packed_document_is_as_if_alone(tiny, scan, remat):
 @all_variants
 @pytest.mark.slow
 def test_forms_of_the_depth_loop_agree(tiny, name, options):
-    """Scan over blocks, unrolled, and every remat policy: values and gradients."""
+    """Every form, remat policy and way to compute the logits: values and gradients."""
     batch = inputs()
     results = {}
-    forms = itertools.product(["blocks", "unrolled"], ["none", "full"])
-    for scan, remat in [*forms, *(("auto", policy) for policy in depth.REMAT_POLICIES)]:
-        config = make(tiny, name, scan=scan, remat=remat, **options)
+    policies = depth.REMAT_POLICIES.keys() - {"offload"}  # no host memory to offload to on CPU
+    forms = [
+        *itertools.product(["blocks", "unrolled"], ["none", "full"], ["direct", "auto"]),
+        ("boundaries", "full", "auto"),
+        *(("auto", policy, "auto") for policy in sorted(policies)),
+    ]
+    for scan, remat, kernel in forms:
+        config = make(tiny, name, scan=scan, remat=remat, kernel=kernel, **options)
         params = randomise(init(config, jax.random.key(0)), scale=0.05)
 
         @jax.jit
@@ -181,8 +190,8 @@ def test_forms_of_the_depth_loop_agree(tiny, name, options):
                 hidden_BTD, transformer.head(params), batch[0], np.ones((2, 12), np.float32)
             ).loss
 
-        results[scan, remat] = loss(params)
-    value, grads = results.pop(("blocks", "none"))
+        results[scan, remat, kernel] = loss(params)
+    value, grads = results.pop(("blocks", "none", "direct"))
     for form, (other_value, other_grads) in results.items():
         np.testing.assert_allclose(other_value, value, rtol=1e-6, err_msg=str(form))
         for a, b in zip(jax.tree.leaves(other_grads), jax.tree.leaves(grads), strict=True):

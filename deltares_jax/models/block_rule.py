@@ -44,7 +44,7 @@ class Kept(NamedTuple):
 
     starts: the state at the start of each block up to this one.
     inner: the inputs of the layers after the first, [m − 1, B, T, D]; None where not kept.
-    fixed: the sources, None where they are made from the starts.
+    fixed: the sources, None where they are made from the starts or there are none.
     """
 
     starts: tuple[residual.State, ...]
@@ -91,6 +91,12 @@ def _rule(
     config: FrozenConfigDict, apply_layer: ApplyLayer, extent: Extent, keep_inputs: bool
 ) -> Callable[..., Any]:
     layers = jnp.arange(extent.length)
+    made = residual.starts_make_sources(config)
+
+    def fixed_sources(kept: Kept, when: Any) -> Any:
+        if not made:
+            return kept.fixed
+        return _sources(lax.optimization_barrier((when, kept.starts))[1])
 
     def forward(
         whole: Params,
@@ -125,7 +131,6 @@ def _rule(
         logits = residual.block_logits(config, own, fixed)
         after, inner = forward(whole, own, moving, fixed, logits, context, keep_inputs)
         starts = (*earlier, moving)
-        made = residual.is_batched(config) and _sources(config, starts) is not None
         return after, Kept(starts, inner, None if made else fixed, logits, whole, context)
 
     def derivative(kept: Kept, d_after: Any) -> tuple[Any, ...]:
@@ -136,7 +141,7 @@ def _rule(
                 kept.whole,
                 own,
                 start,
-                _fixed(config, kept, d_after),
+                fixed_sources(kept, d_after),
                 kept.logits,
                 kept.context,
             )
@@ -150,25 +155,25 @@ def _rule(
             d_after, fixed = lax.optimization_barrier((d_after, kept.fixed))
 
             def apply(params: Params, moving: Any, logits: Any, fixed: Any) -> Any:
-                if kept.fixed is None:
-                    fixed = Made(fixed, kept.starts, config)
+                if made:
+                    fixed = Made(fixed, kept.starts, config.dtype)
                 params = jax.tree.map(lambda p, w: p.reshape(w.shape[1:]), params, kept.whole)
                 args = (layer, logits, extent.block, fixed, kept.context)
                 return apply_layer(params, moving, *args)
 
-            read = d_fixed if kept.fixed is None else fixed
+            read = d_fixed if made else fixed
             vjp = jax.vjp(apply, params, moving, logits, read)[1]
             d_params, d_moving, d_logits, d_more = vjp(d_after)
             return (d_moving, jax.tree.map(jnp.add, d_fixed, d_more)), (d_params, d_logits)
 
-        shapes = jax.eval_shape(lambda: _fixed(config, kept, d_after))
+        shapes = jax.eval_shape(lambda: fixed_sources(kept, d_after))
         (d_moving, d_fixed), (d_own, d_logits) = lax.scan(
             body,
-            (d_after, jax.tree.map(_zeros, shapes)),
+            (d_after, _zeros(shapes, d_after)),
             (own, layers, kept.logits),
             reverse=True,
         )
-        fixed = _fixed(config, kept, d_moving)
+        fixed = fixed_sources(kept, d_moving)
         logits_vjp = jax.vjp(functools.partial(residual.block_logits, config), own, fixed)[1]
         d_own, d_fixed = jax.tree.map(jnp.add, (d_own, d_fixed), logits_vjp(d_logits))
         d_own = jax.tree.map(
@@ -230,21 +235,19 @@ def _flat(config: FrozenConfigDict, stack: jax.Array) -> jax.Array:
     return stack.reshape((m, a, b * c) if c == config.head_dim else (m, a * b, c))
 
 
-def _zeros(source: jax.ShapeDtypeStruct) -> jax.Array:
-    axes = ("batch", "length", "embed")
-    zeros = jnp.zeros(source.shape, source.dtype)
-    return nn.with_logical_constraint(zeros, (None,) * (zeros.ndim - 3) + axes)
+def _zeros(sources: Any, when: Any) -> Any:
+    """Where the sources' gradients add up."""
+
+    def one(source: jax.ShapeDtypeStruct) -> jax.Array:
+        axes = (None,) * (len(source.shape) - 3) + ("batch", "length", "embed")
+        zeros = jnp.full(source.shape, _zero_after(when), source.dtype)
+        return nn.with_logical_constraint(zeros, axes)
+
+    return jax.tree.map(one, sources)
 
 
-def _sources(config: FrozenConfigDict, starts: tuple[residual.State, ...]) -> Any:
-    """The sources that the starts make up, None where they do not."""
-    return residual.sources_from_starts(config, tuple(s.stream_BTD for s in starts))
-
-
-def _fixed(config: FrozenConfigDict, kept: Kept, when: Any) -> Any:
-    if kept.fixed is not None:
-        return kept.fixed
-    return _sources(config, lax.optimization_barrier((when, kept.starts))[1])
+def _sources(starts: tuple[residual.State, ...]) -> tuple[jax.Array, ...]:
+    return residual.sources_from_starts(tuple(s.stream_BTD for s in starts))
 
 
 @struct.dataclass
@@ -253,7 +256,7 @@ class Made:
 
     twins: tuple[jax.Array, ...]
     starts: tuple[residual.State, ...]
-    config: FrozenConfigDict = struct.field(pytree_node=False)
+    dtype: str = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -262,15 +265,15 @@ class Made:
 
     def mix(self, factors_SBT: jax.Array) -> jax.Array:
         """See routing_ops.mix."""
-        return _mixer(self.config)(self.twins, self.starts, factors_SBT)
+        return _mixer(self.dtype)(self.twins, self.starts, factors_SBT)
 
 
-def _mixer(config: FrozenConfigDict) -> Callable[..., jax.Array]:
-    """The mix of made sources, as a function of (twins, starts, factors)."""
+def _mixer(dtype: str) -> Callable[..., jax.Array]:
+    """The mix of made sources of a dtype, as a function of (twins, starts, factors)."""
 
     def made(starts: Any, when: jax.Array) -> tuple[Any, jax.Array]:
         when, starts = lax.optimization_barrier((when, starts))
-        return _sources(config, starts), when
+        return _sources(starts), when
 
     def primal(twins: Any, starts: Any, factors_SBT: jax.Array) -> jax.Array:
         sources, factors_SBT = made(starts, factors_SBT)
@@ -283,7 +286,7 @@ def _mixer(config: FrozenConfigDict) -> Callable[..., jax.Array]:
     def derivative(saved: Any, d_mix_BTD: jax.Array) -> Any:
         starts, factors_SBT = saved
         # In the width in which it came: the sum into the twins' gradients reads it later.
-        sources, d_mix_BTD = made(starts, d_mix_BTD.astype(config.dtype))
+        sources, d_mix_BTD = made(starts, d_mix_BTD.astype(dtype))
         d_mix_BTD = d_mix_BTD.astype(factors_SBT.dtype)
         d_factors = [jnp.sum(d_mix_BTD * s.astype(d_mix_BTD.dtype), axis=-1) for s in sources]
         d_twins = [

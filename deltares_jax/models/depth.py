@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import block_rule, residual, variants
@@ -24,6 +25,12 @@ Weights = tuple[jax.Array | None, jax.Array | None] | None
 
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
     "save_attention": jax.checkpoint_policies.save_only_these_names("attention"),
     "save_projections": jax.checkpoint_policies.save_only_these_names("projection", "attention"),
 }
@@ -58,6 +65,7 @@ class Layer(nn.Module):
         # Ties the constants to the carry: the compiler would move their conversion to float32 out
         # of the loop and keep both copies.
         moving, fixed = lax.optimization_barrier((moving, fixed))
+        moving = jax.tree.map(lambda x: checkpoint_name(x, "layer_input"), moving)
         state, captured = moving, []
         sublayers: tuple[tuple[str, Callable[[jax.Array], jax.Array]], ...] = (
             ("attn", functools.partial(Attention(cfg, name="attn"), context=context)),
@@ -211,7 +219,7 @@ def _apply_layer(config: FrozenConfigDict, params: Params, *args: Any) -> residu
     return moving
 
 
-FORMS = {
+FORMS: dict[str, Callable[..., tuple[residual.State, Weights]]] = {
     "blocks": scan_blocks,
     "unrolled": unrolled,
     "boundaries": functools.partial(unrolled, keep_inputs=False),

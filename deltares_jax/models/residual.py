@@ -130,14 +130,17 @@ def close_block(config: FrozenConfigDict, opened: State, state: State, block: An
     return State(stream_BTD, sources)
 
 
-def sources_from_starts(config: FrozenConfigDict, starts: tuple[jax.Array, ...]) -> Any:
+def starts_make_sources(config: FrozenConfigDict) -> bool:
+    """Whether sources are the embedding and differences of the streams at the starts of blocks."""
+    row = _row(config)
+    return is_batched(config) and row.seeded and row.appends == "delta"
+
+
+def sources_from_starts(starts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """The listed sources of block n from the streams [B, T, D] at the starts of blocks 1 … n.
 
-    None where the sources are no function of them.
+    For variants for which `starts_make_sources` holds.
     """
-    row = _row(config)
-    if row.appends != "delta" or not row.seeded:
-        return None
     return (starts[0], *(after - before for before, after in itertools.pairwise(starts)))
 
 

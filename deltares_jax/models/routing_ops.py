@@ -1,8 +1,8 @@
 """Softmax routing over the depth: logits, weights and the mix of sources.
 
-S sources, B batch, T sequence, D width, R readers. Statistics, logits and weights are float32 (float64 for
-float64 sources), matmuls run at the highest precision: at the default precision of recent TPUs the
-weights are off by tens of percent.
+S sources, B batch, T sequence, D width, R readers. Statistics, logits and weights are float32
+(float64 for float64 sources), matmuls run at the highest precision: at the default precision of
+recent TPUs the weights are off by tens of percent.
 """
 
 from typing import Any, NamedTuple
