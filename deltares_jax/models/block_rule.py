@@ -24,7 +24,7 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import residual
 from deltares_jax.models.layers import Context
-from deltares_jax.models.routing_ops import mix
+from deltares_jax.models.routing_ops import mix, statistics_dtype
 
 Params = Any
 # (layer parameters, moving state, layer, logits, block, fixed, context) -> moving state
@@ -107,7 +107,7 @@ def _rule(
         context: Context,
         keep: bool,
     ) -> tuple[Any, Any]:
-        inner = jax.tree.map(lambda x: jnp.zeros((extent.length - 1, *x.shape), x.dtype), moving)
+        inner = jax.tree.map(lambda x: lax.empty((extent.length - 1, *x.shape), x.dtype), moving)
         if extent.length == 1 or not keep:
             inner = None
 
@@ -161,10 +161,12 @@ def _rule(
                 args = (layer, logits, extent.block, fixed, kept.context)
                 return apply_layer(params, moving, *args)
 
-            read = d_fixed if made else fixed
-            vjp = jax.vjp(apply, params, moving, logits, read)[1]
+            # Unrounded, so that the sum over the readers is fused and rounded once.
+            read = jax.tree.map(lambda d: d.astype(statistics_dtype(d.dtype)), d_fixed)
+            vjp = jax.vjp(apply, params, moving, logits, read if made else fixed)[1]
             d_params, d_moving, d_logits, d_more = vjp(d_after)
-            return (d_moving, jax.tree.map(jnp.add, d_fixed, d_more)), (d_params, d_logits)
+            d_fixed = jax.tree.map(lambda d, more: (d + more).astype(d.dtype), d_fixed, d_more)
+            return (d_moving, d_fixed), (d_params, d_logits)
 
         shapes = jax.eval_shape(lambda: fixed_sources(kept, d_after))
         (d_moving, d_fixed), (d_own, d_logits) = lax.scan(
@@ -289,10 +291,7 @@ def _mixer(dtype: str) -> Callable[..., jax.Array]:
         sources, d_mix_BTD = made(starts, d_mix_BTD.astype(dtype))
         d_mix_BTD = d_mix_BTD.astype(factors_SBT.dtype)
         d_factors = [jnp.sum(d_mix_BTD * s.astype(d_mix_BTD.dtype), axis=-1) for s in sources]
-        d_twins = [
-            (f_BT[..., None] * d_mix_BTD).astype(s.dtype)
-            for s, f_BT in zip(sources, factors_SBT, strict=True)
-        ]
+        d_twins = [f_BT[..., None] * d_mix_BTD for f_BT in factors_SBT]
         return tuple(d_twins), None, jnp.stack(d_factors)
 
     rule = jax.custom_vjp(primal)
