@@ -1,5 +1,7 @@
 """The sublayers of a Qwen3 decoder: RMSNorm, attention, MLP (arXiv 2505.09388).
 
+Between sublayers T is cut along the tensor axis; inside, T is whole, and heads or F are cut.
+
 B batch, T sequence, D width, H query heads, K key/value heads, d head_dim, F MLP width.
 """
 
@@ -59,6 +61,7 @@ class Attention(nn.Module):
         """The output [B, T, D] of a normed input."""
         cfg = self.config
         D, H, K, d = cfg.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        x_BTD = nn.with_logical_constraint(x_BTD, ("batch", None, "embed"))
         q_BTHd = jnp.einsum("btd,dhk->bthk", x_BTD, weight(self, "query", (D, H, d), cfg.dtype))
         k_BTKd = jnp.einsum("btd,dhk->bthk", x_BTD, weight(self, "key", (D, K, d), cfg.dtype))
         v_BTKd = jnp.einsum("btd,dhk->bthk", x_BTD, weight(self, "value", (D, K, d), cfg.dtype))
@@ -82,6 +85,7 @@ class MLP(nn.Module):
         """The output [B, T, D] of a normed input."""
         cfg = self.config
         D, F = cfg.width, cfg.mlp_width
+        x_BTD = nn.with_logical_constraint(x_BTD, ("batch", None, "embed"))
         gate_BTF = jnp.einsum("btd,df->btf", x_BTD, weight(self, "gate", (D, F), cfg.dtype))
         up_BTF = jnp.einsum("btd,df->btf", x_BTD, weight(self, "up", (D, F), cfg.dtype))
         gate_BTF = checkpoint_name(gate_BTF, "projection")
