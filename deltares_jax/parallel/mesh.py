@@ -79,7 +79,12 @@ def _check_cuts(config: FrozenConfigDict, shape: dict[str, int]) -> None:
         )
 
 
-def _device_array(shape: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
+def device_array(shape: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices in the mesh's shape, near ones along the last axes; `replica` across slices.
+
+    Raises:
+      ValueError: `replica` is no multiple of the number of TPU slices.
+    """
     replica, *inside = shape.values()
     is_tpu = devices[0].platform == "tpu"  # elsewhere a host counts as a slice
     slices = len({getattr(device, "slice_index", 0) for device in devices}) if is_tpu else 1
@@ -103,13 +108,9 @@ def _device_array(shape: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def make_mesh(shape: dict[str, int], devices: Sequence[Any]) -> Mesh:
-    """The mesh over the devices, laid out for their network; `replica` goes across TPU slices.
-
-    Raises:
-      ValueError: `replica` is no multiple of the number of slices.
-    """
-    array = _device_array(shape, devices)
-    return Mesh(array, tuple(shape), axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+    """The mesh over the devices, laid out for their network; see `device_array`."""
+    axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
+    return Mesh(device_array(shape, devices), tuple(shape), axis_types=axis_types)
 
 
 def find_devices(
