@@ -59,7 +59,8 @@ class Transformer(nn.Module):
         # is exchanged then is h, not the table. The cast comes after the lookup, so that gradients
         # of equal tokens add up in float32.
         ids_BT = nn.with_logical_constraint(tokens_BT, ("rows", None))
-        h_BTD = jnp.take(embedding_VD, ids_BT, axis=0).astype(cfg.dtype)
+        table_VD = nn.with_logical_constraint(embedding_VD, ("tokens", "columns"))
+        h_BTD = jnp.take(table_VD, ids_BT, axis=0).astype(cfg.dtype)
         h_BTD = nn.with_logical_constraint(h_BTD, ("rows", None, "columns"))
         h_BTD = nn.with_logical_constraint(h_BTD, ("rows", "length", "width"))
         h_BTD = nn.with_logical_constraint(h_BTD, ("batch", "length", "embed"))

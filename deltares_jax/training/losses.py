@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from deltares_jax.models.layers import whole_rows
 from deltares_jax.parallel import sharding
 
 _CHUNK_LOGITS = 2**26  # of a device: 256 MiB in float32
@@ -79,7 +80,7 @@ def cross_entropy_sums(
     dtype = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
     compute_dtype = hidden_BTD.dtype
     head_CPvD, id_CPv = _split_head(head_VD.astype(compute_dtype), P, C, v)
-    hidden_BTD = nn.with_logical_constraint(hidden_BTD, ("batch", None, "embed"))
+    hidden_BTD = whole_rows(hidden_BTD)
     # An axis for the devices along the vocabulary, and float32: gradients of the chunks add up on
     # each device alone, and over devices once.
     hidden_PBTD = jnp.broadcast_to(hidden_BTD.astype(dtype), (P, B, T, D))
