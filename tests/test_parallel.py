@@ -102,6 +102,7 @@ def test_a_short_last_block_has_the_same_losses_on_a_mesh(short, scan, remat):
     [(2, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 1), (2, 2), (8, 1)])],
 )
 def test_gradients_weigh_by_valid_targets_over_devices_and_micro_batches(short, data, accumulation):
+    short.model.num_layers = 1
     short.model.residual.variant = "baseline"
     batch = make_batch(valid=VALID)
     config, mesh = config_lib.resolve(short), make_mesh({"data": data})
@@ -124,7 +125,7 @@ def test_gradients_weigh_by_valid_targets_over_devices_and_micro_batches(short, 
 def test_a_vocabulary_that_the_tensor_axis_does_not_divide(short, tied):
     """Stored at its true size and cut; the loss masks what fills up; every row moves."""
     short.model.update({"vocab_size": 97, "tied": tied, "num_heads": 8, "num_kv_heads": 8})
-    short.model.update({"num_layers": 1})
+    short.model.num_layers = 1
     short.model.residual.variant = "baseline"
     # Adam would turn the rounding of gradients near 0 into steps of full size.
     short.optim.update({"eps": 1e-2, "warmup_steps": 0})
@@ -195,7 +196,8 @@ class Compiled(logging.Handler):
 
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_steps_are_compiled_once_in_a_fresh_and_in_a_resumed_run(short, tmp_path, devices):
-    short.train.update({"steps": 5, "batch_size": 8})
+    short.model.num_layers = 1
+    short.model.residual.variant = "baseline"
     short.optim.schedule = "constant"
     short.eval.update({"every": 2, "rows": 11, "batch_size": 8})  # the last batch is partial
     short.checkpoint.every = 2
