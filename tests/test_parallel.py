@@ -15,7 +15,7 @@ from deltares_jax import load
 from deltares_jax.models import variants
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import sharding
-from deltares_jax.training import programs, step
+from deltares_jax.training import losses, programs, step
 
 ONE = {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1}
 
@@ -53,17 +53,17 @@ def run_steps(config, axes, count=5, **batch_options):
     train_step = programs.lower_train(config, mesh).compile({"xla_backend_optimization_level": 0})
     seeded = first_state(config)
     state = jax.device_put(seeded, sharding.state_shardings(seeded, mesh))
-    losses = []
+    all_losses = []
     for seed in range(count):
         batch = make_batch(seed=seed, **batch_options)
         state, numbers = train_step(state, jax.device_put(batch, sharding.batch_sharding(mesh)))
-        losses.append(float(numbers["loss"]))
-    return losses, state
+        all_losses.append(float(numbers["loss"]))
+    return all_losses, state
 
 
 def assert_same_numbers(results, expected):
-    for name, losses in results.items():
-        np.testing.assert_allclose(losses, expected, rtol=1e-6, err_msg=str(name))
+    for name, found in results.items():
+        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=str(name))
 
 
 @pytest.mark.slow
@@ -93,8 +93,8 @@ def test_a_short_last_block_has_the_same_losses_on_a_mesh(short, scan, remat):
     short.model.scan = "blocks"
     expected, _ = run_steps(short, {}, 3)
     short.model.update({"scan": scan, "remat": remat})
-    losses, _ = run_steps(short, MESHES["data2-tensor4"][0], 3)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    found, _ = run_steps(short, MESHES["data2-tensor4"][0], 3)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -121,24 +121,26 @@ def test_gradients_weigh_by_valid_targets_over_devices_and_micro_batches(short, 
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_vocabulary_that_the_tensor_axis_does_not_divide(short, tied):
+@pytest.mark.parametrize(("tied", "vocab"), [(True, 97), (False, 97), (False, 1033)])
+def test_a_vocabulary_that_the_tensor_axis_does_not_divide(short, monkeypatch, tied, vocab):
     """Stored at its true size and cut; the loss masks what fills up; every row moves."""
-    short.model.update({"vocab_size": 97, "tied": tied, "num_heads": 8, "num_kv_heads": 8})
+    # 1033 makes two chunks on each of 8 devices, nine on one.
+    monkeypatch.setattr(losses, "_CHUNK_LOGITS", 8 * 16 * 128)
+    short.model.update({"vocab_size": vocab, "tied": tied, "num_heads": 8, "num_kv_heads": 8})
     short.model.num_layers = 1
     short.model.residual.variant = "baseline"
     # Adam would turn the rounding of gradients near 0 into steps of full size.
     short.optim.update({"eps": 1e-2, "warmup_steps": 0})
     before = first_state(config_lib.resolve(short)).params
-    expected, one = run_steps(short, {}, 2, end=97)
-    losses, state = run_steps(short, {"tensor": 8}, 2, end=97)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    expected, one = run_steps(short, {}, 2, end=vocab)
+    numbers, state = run_steps(short, {"tensor": 8}, 2, end=vocab)
+    np.testing.assert_allclose(numbers, expected, rtol=1e-6)
     tables = ("embedding",) if tied else ("embedding", "head")
     for name in tables:
         moments = (state.opt_state[1].mu, state.opt_state[1].nu)
         for table_VD in (state.params[name], *(m[name] for m in moments)):
-            assert table_VD.shape == (97, 32)
-            assert {s.data.shape for s in table_VD.addressable_shards} == {(97, 32 // 8)}
+            assert table_VD.shape == (vocab, 32)
+            assert {s.data.shape for s in table_VD.addressable_shards} == {(vocab, 32 // 8)}
             assert len({str(s.index) for s in table_VD.addressable_shards}) == 8
     # Every token is wrong somewhere, so the last one of an uneven vocabulary gets a gradient, too.
     assert np.all(np.any(state.params[tables[-1]] != before[tables[-1]], axis=1))
@@ -166,8 +168,8 @@ def test_a_run_goes_on_on_another_mesh(short, tmp_path):
         short.train.steps = steps
         short.mesh.update(axes)
         train(short, tmp_path / "moved", devices=jax.devices())
-    losses = [[row["loss"] for row in log(tmp_path / n).values()] for n in ("moved", "straight")]
-    np.testing.assert_allclose(*losses, rtol=1e-6)
+    found = [[row["loss"] for row in log(tmp_path / n).values()] for n in ("moved", "straight")]
+    np.testing.assert_allclose(*found, rtol=1e-6)
 
 
 class Compiled(logging.Handler):

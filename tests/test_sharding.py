@@ -26,9 +26,7 @@ GOLDEN = pathlib.Path(__file__).with_name("golden_sharding_7b.txt")
 
 def abstract_mesh(**axes):
     shape = {**ONE, **axes}
-    return AbstractMesh(
-        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
-    )
+    return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * 4)
 
 
 def abstract_state(config):
@@ -42,9 +40,8 @@ def sharding_table() -> str:
     params = abstract_state(config).params
     shardings = jax.tree.leaves(sharding.state_shardings(params, mesh))
     lines = [f"# 7b_delta_block on {dict(mesh.shape)}: path, shape, axes, KiB on each device"]
-    for (path, leaf), place in zip(
-        jax.tree_util.tree_leaves_with_path(params), shardings, strict=True
-    ):
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), place in zip(leaves, shardings, strict=True):
         axes = [
             "+".join((axis,) if isinstance(axis, str) else axis) if axis else "-"
             for axis in (*place.spec, *[None] * leaf.ndim)[: leaf.ndim]
@@ -60,6 +57,21 @@ def test_7b_is_cut_as_the_table_says():
         "what is cut along which axis has changed; if that is meant, write the new table with "
         "`python tests/test_sharding.py` and read its diff"
     )
+
+
+def test_tables_name_axes_that_exist():
+    """A misspelt one would leave what it names whole, without a word."""
+    mesh_axes = {a for _, axes in sharding.RULES for a in ((axes,) if axes == str(axes) else axes)}
+    assert mesh_axes == set(mesh_lib.AXES)
+    logical = {name for name, _ in sharding.RULES} | {"tokens", "layers", "head_dim"}
+    used = {axis for axes in sharding.PARAMETERS.values() for axis in axes}
+    for source in (ROOT / "deltares_jax").rglob("*.py"):
+        constraint = re.compile(r"_constraint\([^()]+, \(([^()]+)\)\)")
+        for axes in constraint.findall(source.read_text()):
+            used |= set(re.findall(r'"(\w+)"', axes))
+    assert {"batch", "length", "columns", "vocab"} < used
+    assert used - logical == {"embed"}  # a width that is whole
+    assert len(sharding.RULES) <= 15
 
 
 def test_moments_are_cut_as_their_parameters(tiny):
@@ -188,12 +200,8 @@ def test_an_accelerator_that_jax_was_told_to_use_is_not_replaced_by_the_cpu(tiny
 
 
 def test_a_platform_that_jax_cannot_start_is_one_line(command, tmp_path):
-    result = command(
-        "train",
-        "--config=configs/debug.py",
-        f"--workdir={tmp_path}/run",
-        env={"JAX_PLATFORMS": "tpu"},
-    )
+    arguments = ("--config=configs/debug.py", f"--workdir={tmp_path}/run")
+    result = command("train", *arguments, env={"JAX_PLATFORMS": "tpu"})
     assert result.returncode == 2
     assert re.fullmatch(r"error: JAX_PLATFORMS='tpu': .*backend 'tpu'.*\n", result.stderr)
 
