@@ -72,6 +72,7 @@ def default() -> ConfigDict:
             "accumulation": 1,  # micro-batches per update
             "log_every": 1,
             "seed": 0,
+            "platform": "",  # cpu, gpu or tpu: start on no other; empty: any
             "profile_steps": "",  # "10:15" traces steps 10 to 15
             "compile_cache": "auto",  # a folder, `auto` for the user's cache folder, `off`
         }
@@ -106,7 +107,15 @@ def default() -> ConfigDict:
         }
     )
     config.metrics = ConfigDict({"tensorboard": True, "wandb": False})
-    config.mesh = ConfigDict({"replica": 1, "data": 1, "fsdp": -1, "tensor": 1})  # -1: the rest
+    config.mesh = ConfigDict(
+        {
+            "replica": 1,
+            "data": 1,
+            "fsdp": -1,  # -1: the rest of the devices
+            "tensor": 1,
+            "allow_replicated": False,  # large weights that fsdp and tensor leave whole
+        }
+    )
     return config.lock()
 
 
@@ -222,6 +231,7 @@ RESUME = {
     "train.accumulation": "free",
     "train.log_every": "free",
     "train.seed": "fixed",
+    "train.platform": "free",
     "train.profile_steps": "free",
     "train.compile_cache": "free",
     "optim": "fixed",

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.residual.variant": tuple(variants.VARIANTS),
     "model.residual.gate": ("none", "scalar", "alpha"),
     "model.residual.kernel": ("auto", "direct", "batched"),
+    "train.platform": ("", "cpu", "gpu", "tpu"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "optim.decay": ("matrices", "all"),
 }
@@ -76,6 +77,7 @@ AT_MOST: dict[str, float] = {
 _INT_LIMIT = 2**31 - 1
 _FLOAT_LIMIT = 3e38  # of float32
 
+MESH_AXES = ("mesh.replica", "mesh.data", "mesh.fsdp", "mesh.tensor")
 _BELOW_ONE = ("optim.b1", "optim.b2")
 _ABOVE_ZERO = ("model.rope_theta", "optim.eps")
 
@@ -115,7 +117,8 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value} must be finite")
         if key in CHOICES and value not in CHOICES[key]:
             hint = nearest(value, CHOICES[key])
-            raise ValueError(f"{key}={value!r} must be one of {', '.join(CHOICES[key])}{hint}")
+            choices = ", ".join(choice or "''" for choice in CHOICES[key])
+            raise ValueError(f"{key}={value!r} must be one of {choices}{hint}")
         if key in AT_LEAST and value < AT_LEAST[key]:
             raise ValueError(f"{key}={value} must be at least {AT_LEAST[key]}")
         if not isinstance(value, str):
@@ -127,7 +130,7 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value} must be below 1")
         if key in _ABOVE_ZERO and value <= 0:
             raise ValueError(f"{key}={value} must be above 0")
-        if key.startswith("mesh.") and value < 1 and value != -1:
+        if key in MESH_AXES and value < 1 and value != -1:
             raise ValueError(f"{key}={value} must be at least 1, or -1 for all remaining devices")
     for key in ("data.dir", "train.compile_cache"):
         local_folder(key, flat[key])
@@ -147,7 +150,7 @@ def combinations(flat: Flat) -> None:
     _residual(flat)
     _batch(flat)
     _schedule(flat)
-    rest = [key for key in flat if key.startswith("mesh.") and flat[key] == -1]
+    rest = [key for key in MESH_AXES if flat[key] == -1]
     if len(rest) > 1:
         raise ValueError(f"{' and '.join(rest)} are -1; one axis at most may take the rest")
     parse_profile_steps(flat["train.profile_steps"], flat["train.steps"])

@@ -149,6 +149,7 @@ def test_number_that_is_not_finite_is_refused(key, value):
         ("model.attention", "flash", ["auto", "reference", "splash", "cudnn"]),
         ("model.residual.variant", "delta_blok", [*WITH_BLOCKS, *WITHOUT_BLOCKS]),
         ("model.residual.gate", "sigmoid", ["none", "scalar", "alpha"]),
+        ("train.platform", "tup", ["''", "cpu", "gpu", "tpu"]),
         ("optim.schedule", "exponential", ["cosine", "linear", "constant", "wsd"]),
         ("optim.decay", "none", ["matrices", "all"]),
     ],
@@ -156,7 +157,7 @@ def test_number_that_is_not_finite_is_refused(key, value):
 def test_choice_that_does_not_exist_is_refused_with_the_list(key, value, choices):
     with pytest.raises(ValueError, match=re.escape(f"{key}={value!r} must be one of ")) as caught:
         resolved({key: value})
-    listed = re.search(r"must be one of ([\w, ]+)", str(caught.value))[1].strip().split(", ")
+    listed = re.search(r"must be one of ([\w', ]+)", str(caught.value))[1].strip().split(", ")
     assert sorted(listed) == sorted(choices)
 
 
@@ -469,6 +470,7 @@ RESUME = {
     "train.accumulation": ("free", 2),
     "train.log_every": ("free", 10),
     "train.seed": ("fixed", 1),
+    "train.platform": ("free", "tpu"),
     "train.profile_steps": ("free", "5:6"),
     "train.compile_cache": ("free", "off"),
     "optim.learning_rate": ("fixed", 2e-3),
@@ -494,6 +496,7 @@ RESUME = {
     "mesh.data": ("free", 2),
     "mesh.fsdp": ("free", 4),
     "mesh.tensor": ("free", 2),
+    "mesh.allow_replicated": ("free", True),
 }
 
 

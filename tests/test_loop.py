@@ -19,7 +19,7 @@ from deltares_jax import config as config_lib
 from deltares_jax import load
 from deltares_jax.data import ngram, pipeline
 from deltares_jax.models import transformer, variants
-from deltares_jax.training import checkpoint, loop, losses, metrics, programs, signals, workdir
+from deltares_jax.training import checkpoint, loop, metrics, programs, signals, workdir
 
 
 def train(config, folder, **kwargs):
@@ -503,10 +503,3 @@ def test_debug_run_of_every_variant_learns(tmp_path, name):
     rows = dataset.rows["validation"]
     unigram = ngram.unigram_loss(counts, pipeline.eval_batches(rows, config.eval.rows, 8))
     assert result["eval_loss"] < unigram
-
-
-def test_chunks_divide_the_row():
-    for batch, length in ((8, 128), (1, 1), (4, 7), (64, 2048), (1, 4096)):
-        t = losses.chunk_length(batch, length)
-        assert length % t == 0
-        assert t < length or length == 1

@@ -1,6 +1,7 @@
 """Properties of the model: identities, causality, documents, dtypes, forms of the depth loop."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -308,24 +309,35 @@ def test_token_ids_outside_the_vocabulary_are_not_clipped(tiny):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_loss_equals_the_one_from_whole_logits_and_never_holds_them(tiny, tied):
-    config = make(tiny, tied=tied)
+def test_loss_equals_the_one_from_whole_logits_and_never_holds_them(tiny, monkeypatch, tied):
+    monkeypatch.setattr(losses, "_CHUNK_LOGITS", 2 * 12 * 128)
+    config = make(tiny, tied=tied, num_layers=2, vocab_size=300)  # chunks of 128, the last of 44
     params = randomise(init(config, jax.random.key(0)))
     batch = inputs(2, 12)
+    targets_BT = np.random.default_rng(1).integers(0, 300, (2, 12))
     weights_BT = (np.arange(24).reshape(2, 12) % 3 > 0).astype(np.float32)
+    assert len({*targets_BT[weights_BT > 0] // 128}) == 3
 
     def chunked(params):
         hidden_BTD = transformer.apply(config, params, *batch).hidden_BTD
-        return losses.cross_entropy_sums(hidden_BTD, transformer.head(params), batch[0], weights_BT)
+        head_VD = transformer.head(params)
+        return losses.cross_entropy_sums(hidden_BTD, head_VD, targets_BT, weights_BT)
 
-    log_z = jax.nn.log_softmax(logits(config, params, batch))
-    expected = -np.take_along_axis(np.asarray(log_z), batch[0][..., None], axis=-1)[..., 0]
-    sums = chunked(params)
-    np.testing.assert_allclose(sums.loss, np.sum(expected * weights_BT), rtol=1e-5)
-    np.testing.assert_allclose(sums.weight, np.sum(weights_BT))
+    def whole(params):
+        hidden_BTD = transformer.apply(config, params, *batch).hidden_BTD
+        logits_BTV = jnp.einsum("btd,vd->btv", hidden_BTD, transformer.head(params))
+        log_p_BTV = jax.nn.log_softmax(logits_BTV)
+        target_BT = jnp.take_along_axis(log_p_BTV, targets_BT[..., None], axis=-1)[..., 0]
+        return jnp.sum(-target_BT * weights_BT)
+
+    value, grads = jax.jit(jax.value_and_grad(lambda p: chunked(p).loss))(params)
+    expected, expected_grads = jax.jit(jax.value_and_grad(whole))(params)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for a, b in zip(*map(jax.tree.leaves, (grads, expected_grads)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b)) + 1e-9)
     text = str(jax.make_jaxpr(jax.grad(lambda p: chunked(p).loss))(params))
-    assert "2,6,97" in text  # a chunk of the logits
-    assert "2,12,97" not in text
+    assert "1,2,12,128]" in text  # a chunk of the logits
+    assert not re.search(r"2,12,(300|384)\]", text)
 
 
 @pytest.mark.parametrize("size", sizes.SIZES)

@@ -15,9 +15,9 @@ from deltares_jax.training import optim, step
 END = 256
 
 
-def make_batch(size=8, seq_len=16, valid=None, seed=0):
-    """Rows of random documents; `valid` sets the number of targets that count in each row."""
-    stream = np.random.default_rng(seed).integers(0, END, size * seq_len + 1)
+def make_batch(size=8, seq_len=16, valid=None, seed=0, end=END):
+    """Rows of random tokens below `end`; `valid` sets how many targets count in each row."""
+    stream = np.random.default_rng(seed).integers(0, end, size * seq_len + 1)
     rows = pipeline.Rows(stream, seq_len, END)
     batch = next(pipeline.eval_batches(rows, size, size))
     if valid is not None:

@@ -1,5 +1,7 @@
 """The sublayers of a Qwen3 decoder: RMSNorm, attention, MLP (arXiv 2505.09388).
 
+Between sublayers T is cut along the tensor axis; inside, T is whole, and heads or F are cut.
+
 B batch, T sequence, D width, H query heads, K key/value heads, d head_dim, F MLP width.
 """
 
@@ -33,6 +35,12 @@ def weight(module: nn.Module, name: str, shape: tuple[int, ...], dtype: Any) -> 
     return module.param(name, INIT, shape, statistics_dtype(dtype)).astype(dtype)
 
 
+def whole_rows(x_BTD: jax.Array) -> jax.Array:
+    """Gathers along T; the first constraint keeps casts before the gathering of their result."""
+    x_BTD = nn.with_logical_constraint(x_BTD, ("batch", "length", "embed"))
+    return nn.with_logical_constraint(x_BTD, ("batch", None, "embed"))
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · gain over the last axis, in float32 or wider."""
 
@@ -59,9 +67,15 @@ class Attention(nn.Module):
         """The output [B, T, D] of a normed input."""
         cfg = self.config
         D, H, K, d = cfg.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        x_BTD = whole_rows(x_BTD)
         q_BTHd = jnp.einsum("btd,dhk->bthk", x_BTD, weight(self, "query", (D, H, d), cfg.dtype))
         k_BTKd = jnp.einsum("btd,dhk->bthk", x_BTD, weight(self, "key", (D, K, d), cfg.dtype))
         v_BTKd = jnp.einsum("btd,dhk->bthk", x_BTD, weight(self, "value", (D, K, d), cfg.dtype))
+        # Else the backward pass would cut these along T, as their outputs are, and reshuffle them.
+        q_BTHd, k_BTKd, v_BTKd = (
+            nn.with_logical_constraint(x, ("batch", None, "heads", None))
+            for x in (q_BTHd, k_BTKd, v_BTKd)
+        )
         q_BTHd = RMSNorm(cfg.norm_eps, name="query_norm")(q_BTHd)
         k_BTKd = RMSNorm(cfg.norm_eps, name="key_norm")(k_BTKd)
         q_BTHd = checkpoint_name(attention.rotate(q_BTHd, context.rotary), "projection")
@@ -69,6 +83,7 @@ class Attention(nn.Module):
         v_BTKd = checkpoint_name(v_BTKd, "projection")
         out_BTHd = attention.attend(q_BTHd, k_BTKd, v_BTKd, context.segments_BT, cfg.attention)
         out_BTHd = checkpoint_name(out_BTHd, "attention")
+        out_BTHd = nn.with_logical_constraint(out_BTHd, ("batch", None, "heads", None))
         return jnp.einsum("bthk,hkd->btd", out_BTHd, weight(self, "out", (H, d, D), cfg.dtype))
 
 
@@ -82,9 +97,14 @@ class MLP(nn.Module):
         """The output [B, T, D] of a normed input."""
         cfg = self.config
         D, F = cfg.width, cfg.mlp_width
+        x_BTD = whole_rows(x_BTD)
         gate_BTF = jnp.einsum("btd,df->btf", x_BTD, weight(self, "gate", (D, F), cfg.dtype))
         up_BTF = jnp.einsum("btd,df->btf", x_BTD, weight(self, "up", (D, F), cfg.dtype))
+        gate_BTF, up_BTF = (
+            nn.with_logical_constraint(x, ("batch", None, "mlp")) for x in (gate_BTF, up_BTF)
+        )
         gate_BTF = checkpoint_name(gate_BTF, "projection")
         up_BTF = checkpoint_name(up_BTF, "projection")
-        down_FD = weight(self, "down", (F, D), cfg.dtype)
-        return jnp.einsum("btf,fd->btd", nn.silu(gate_BTF) * up_BTF, down_FD)
+        hidden_BTF = nn.silu(gate_BTF) * up_BTF
+        hidden_BTF = nn.with_logical_constraint(hidden_BTF, ("batch", None, "mlp"))
+        return jnp.einsum("btf,fd->btd", hidden_BTF, weight(self, "down", (F, D), cfg.dtype))

@@ -55,10 +55,14 @@ class Transformer(nn.Module):
         embedding_VD = self.param("embedding", INIT, (cfg.vocab_size, cfg.width), dtype)
         if not cfg.tied:
             self.param("head", INIT, (cfg.vocab_size, cfg.width), dtype)
-        # The width is gathered before the lookup: a sharded one would be reshuffled with the batch.
-        # The cast comes after it, so that gradients of equal tokens add up in float32.
-        table_VD = nn.with_logical_constraint(embedding_VD, ("vocab", "embed"))
-        h_BTD = jnp.take(table_VD, tokens_BT, axis=0).astype(cfg.dtype)
+        # A device looks its columns up for the rows of all devices that hold other columns; what
+        # is exchanged then is h, not the table. The cast comes after the lookup, so that gradients
+        # of equal tokens add up in float32.
+        ids_BT = nn.with_logical_constraint(tokens_BT, ("rows", None))
+        table_VD = nn.with_logical_constraint(embedding_VD, ("tokens", "columns"))
+        h_BTD = jnp.take(table_VD, ids_BT, axis=0).astype(cfg.dtype)
+        h_BTD = nn.with_logical_constraint(h_BTD, ("rows", None, "columns"))
+        h_BTD = nn.with_logical_constraint(h_BTD, ("rows", "length", "width"))
         h_BTD = nn.with_logical_constraint(h_BTD, ("batch", "length", "embed"))
         rotary = attention.rotary_tables(positions_BT, cfg.head_dim, cfg.rope_theta, dtype)
         context = Context(rotary, segments_BT)

@@ -1,10 +1,13 @@
-"""The device mesh, and the checks that a config fits it."""
+"""Devices, the mesh over them, and the checks that a config fits it."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
@@ -48,23 +51,96 @@ def check_fits(config: FrozenConfigDict, shape: dict[str, int]) -> None:
                 f"{text} must be a multiple of the {parts} data-parallel devices "
                 f"(replica × data × fsdp); nearest: {near}"
             )
-    model = config.model
-    for axis, keys in {
-        "fsdp": ("width",),
-        "tensor": ("vocab_size", "num_heads", "num_kv_heads", "mlp_width"),
-    }.items():
-        for key in keys:
-            if model[key] % shape[axis]:
-                raise ValueError(
-                    f"model.{key}={model[key]} must be a multiple of mesh.{axis}={shape[axis]}"
-                )
+    _check_cuts(config, shape)
 
 
-def make_mesh(shape: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh over the devices, laid out for their network."""
-    return jax.make_mesh(
-        tuple(shape.values()),
-        tuple(shape),
-        devices=devices,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
-    )
+def _check_cuts(config: FrozenConfigDict, shape: dict[str, int]) -> None:
+    model, devices = config.model, math.prod(shape.values())
+    cut = {
+        "model.num_kv_heads": model.num_kv_heads,
+        "model.num_heads": model.num_heads,
+        "model.mlp_width": model.mlp_width,
+        "data.seq_len": config.data.seq_len,
+    }
+    tensor, parts = shape["tensor"], shape["fsdp"] * shape["tensor"]
+    best = math.gcd(devices, *cut.values())
+    for key, size in cut.items():
+        if size % tensor:
+            raise ValueError(
+                f"{key}={size} must be a multiple of mesh.tensor={tensor}; the largest "
+                f"mesh.tensor that cuts {', '.join(f'{k}={n}' for k, n in cut.items())} on "
+                f"{devices} devices: {best}"
+            )
+    if model.width % parts:
+        raise ValueError(
+            f"model.width={model.width} must be a multiple of mesh.fsdp={shape['fsdp']} × "
+            f"mesh.tensor={tensor} = {parts}; the largest fsdp × tensor that cuts it on {devices} "
+            f"devices: {math.gcd(devices, model.width)}"
+        )
+
+
+def device_array(shape: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices in the mesh's shape, near ones along the last axes; `replica` across slices.
+
+    Raises:
+      ValueError: `replica` is no multiple of the number of TPU slices.
+    """
+    replica, *inside = shape.values()
+    is_tpu = devices[0].platform == "tpu"  # elsewhere a host counts as a slice
+    slices = len({getattr(device, "slice_index", 0) for device in devices}) if is_tpu else 1
+    if replica % slices:
+        raise ValueError(
+            f"mesh.replica={replica} must be a multiple of the {slices} slices of these "
+            f"{len(devices)} devices: the other axes stay inside a slice"
+        )
+    # Splitting: an axis of 2 goes with a torus of 4 × 4 × 4, too.
+    if slices > 1:
+        within, across = (replica // slices, *inside), (slices, 1, 1, 1)
+        return mesh_utils.create_hybrid_device_mesh(
+            within, across, devices, allow_split_physical_axes=True
+        )
+    try:
+        return mesh_utils.create_device_mesh(
+            tuple(shape.values()), devices, allow_split_physical_axes=True
+        )
+    except AssertionError:  # two devices a chip on v4; their order is that of the chips
+        return np.asarray(devices).reshape(tuple(shape.values()))
+
+
+def make_mesh(shape: dict[str, int], devices: Sequence[Any]) -> Mesh:
+    """The mesh over the devices, laid out for their network; see `device_array`."""
+    axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
+    return Mesh(device_array(shape, devices), tuple(shape), axis_types=axis_types)
+
+
+def find_devices(
+    config: FrozenConfigDict, devices: Sequence[jax.Device] | None = None
+) -> Sequence[jax.Device]:
+    """The given devices, or all that JAX finds, of the platform that was asked for.
+
+    Raises:
+      ValueError: they are of another platform, or JAX can start none.
+    """
+    told = os.environ.get("JAX_PLATFORMS", "")
+    try:
+        devices = devices or jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter for cuda without a GPU
+        first = (str(error).splitlines() or ["there is no such device"])[0]
+        raise ValueError(f"JAX_PLATFORMS={told!r}: {first}") from error
+    found, asked = devices[0].platform, config.train.platform
+    text = f"train.platform={asked}"
+    if not asked and found == "cpu" and "cpu" not in told.split(",")[:1]:
+        asked, text = told, f"JAX_PLATFORMS={told}"  # it falls back to the last one of a list
+    if asked and asked != found:
+        sizes = [config.mesh[axis] for axis in AXES]
+        count = "" if -1 in sizes else f" and a mesh of {math.prod(sizes)} devices"
+        fix = (
+            "start with JAX_PLATFORMS=cpu"
+            if asked == "cpu"
+            else "see that its driver and plugin are installed and that no other process holds it"
+        )
+        raise ValueError(
+            f"{text}{count} was asked for, but JAX found {len(devices)} {found} "
+            f"({devices[0].device_kind}); {fix}"
+        )
+    return devices

@@ -1,6 +1,7 @@
 """What is sharded along which mesh axis: one table of logical axes, one of parameters."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,10 @@ from deltares_jax.parallel.mesh import BATCH_AXES
 # Logical axis → mesh axes. Names that are not listed are not sharded.
 RULES = (
     ("batch", BATCH_AXES),
+    ("rows", ("replica", "data")),  # a batch whose columns are cut by the other axes
+    ("length", "tensor"),
     ("width", "fsdp"),
+    ("columns", ("fsdp", "tensor")),
     ("vocab", "tensor"),
     ("heads", "tensor"),
     ("mlp", "tensor"),
@@ -21,8 +25,9 @@ RULES = (
 
 # Parameter, by the end of its path → logical axes. All others are small and replicated.
 PARAMETERS = {
-    "embedding": ("vocab", "width"),
-    "head": ("vocab", "width"),
+    # Along the width, so that any number of tokens goes with any mesh.
+    "embedding": ("tokens", "columns"),
+    "head": ("tokens", "columns"),
     "attn/query": ("layers", "width", "heads", "head_dim"),
     "attn/key": ("layers", "width", "heads", "head_dim"),
     "attn/value": ("layers", "width", "heads", "head_dim"),
@@ -55,6 +60,13 @@ def state_shardings(abstract_state: Any, mesh: Mesh) -> Any:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Batches [B, T] are cut along B."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def parts(axis: str) -> int:
+    """Over how many devices the mesh in use cuts a logical axis; 1 without a mesh."""
+    names = dict(RULES)[axis]
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape.get(n, 1) for n in ((names,) if isinstance(names, str) else names))
 
 
 @contextlib.contextmanager

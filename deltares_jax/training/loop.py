@@ -13,7 +13,7 @@ from deltares_jax import config as config_lib
 from deltares_jax import config_checks
 from deltares_jax.data import pipeline
 from deltares_jax.parallel import mesh as mesh_lib
-from deltares_jax.parallel import sharding
+from deltares_jax.parallel import report, sharding
 from deltares_jax.training import checkpoint, metrics, signals, step, summary
 from deltares_jax.training import programs as programs_lib
 from deltares_jax.training import workdir as workdir_lib
@@ -56,12 +56,17 @@ def _train(
     resumed, meta = start or (0, {"rows_seen": 0, "tokens_seen": 0, "seconds": 0.0})
     changes = config_lib.changed_on_resume(meta["config"], config) if resumed else []
 
-    # 2. Devices.
-    devices = devices or jax.devices()
+    # 2. Devices, and what each of them will hold.
+    devices = mesh_lib.find_devices(config, devices)
     shape = mesh_lib.mesh_shape(config.mesh, len(devices))
     mesh_lib.check_fits(config, shape)
     programs_lib.for_platform(config, devices[0].platform)  # refuses what cannot run there
     mesh = mesh_lib.make_mesh(shape, devices)
+    init = functools.partial(step.init_state, config)
+    abstract_state = jax.eval_shape(init)
+    shardings = sharding.state_shardings(abstract_state, mesh)
+    batch = programs_lib.abstract_batch(config, config.train.batch_size)
+    machine = report.lines(config, mesh, abstract_state, shardings, batch)
 
     # 3. Data.
     dataset = pipeline.open_dataset(config)
@@ -71,7 +76,7 @@ def _train(
             f"this run cannot be resumed with other data: its fingerprint was {meta['data'][:12]}, "
             f"that of {config.data.source} is {fingerprint[:12]} (another interpreter's library?)"
         )
-    lines = summary.start_lines(config, folder, mesh, dataset, resumed, meta, changes)
+    lines = summary.start_lines(config, folder, machine, dataset, resumed, meta, changes)
     metrics.say(*lines)
     if resumed >= config.train.steps:
         metrics.say(
@@ -85,9 +90,6 @@ def _train(
         contextlib.closing(checkpoint.Checkpointer(folder, config.checkpoint.keep)) as checkpoints,
     ):
         # 4. State: restored into its shardings, or made in them.
-        init = functools.partial(step.init_state, config)
-        abstract_state = jax.eval_shape(init)
-        shardings = sharding.state_shardings(abstract_state, mesh)
         if resumed:
             state = checkpoints.restore(resumed, checkpoint.abstract(abstract_state, shardings))
         else:
@@ -97,7 +99,7 @@ def _train(
         programs = programs_lib.Programs(config, mesh)
         metrics.say(
             f"compiled in {metrics.human_time(programs.compile_seconds)}; "
-            f"one step needs {metrics.human_bytes(programs.peak_bytes)} a device"
+            f"one step needs {report.human_bytes(programs.peak_bytes)} a device"
         )
 
         # 6. Steps. The device gets the next one before the numbers of the last are read.

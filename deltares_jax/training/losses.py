@@ -1,15 +1,21 @@
 """Cross-entropy from hidden states; the logits [B, T, V] never exist as a whole.
 
-B batch, T sequence, D width, V vocabulary, C chunks, t tokens of a row in a chunk.
+B batch, T sequence, D width, V vocabulary, P devices along the vocabulary, C chunks of v tokens.
 """
 
+import functools
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-_CHUNK_TOKENS = 4096  # rows × t: bounds the logits at 4096 × V however long the rows are
+from deltares_jax.models.layers import whole_rows
+from deltares_jax.parallel import sharding
+
+_CHUNK_LOGITS = 2**26  # of a device: 256 MiB in float32
+_MULTIPLE = 128  # of a chunk's size: what matrix units take
 
 
 class LossSums(NamedTuple):
@@ -20,10 +26,32 @@ class LossSums(NamedTuple):
     weight: jax.Array
 
 
-def chunk_length(batch: int, length: int) -> int:
-    """Tokens of a row per chunk: a divisor of the length, so that two chunks are made at least."""
-    limit = max(1, min(_CHUNK_TOKENS // batch, length // 2))
-    return next(n for n in range(limit, 0, -1) if length % n == 0)
+def _chunks(positions: int, rows: int) -> tuple[int, int]:
+    """How many chunks of how many rows of the output matrix a device with `rows` of them makes."""
+    chunks = -(-positions * rows // _CHUNK_LOGITS)
+    if chunks == 1:
+        return 1, rows
+    size = -(-rows // (chunks * _MULTIPLE)) * _MULTIPLE
+    return -(-rows // size), size
+
+
+def _split_head(head_VD: jax.Array, P: int, C: int, v: int) -> tuple[jax.Array, jax.Array]:
+    """The output matrix as [C, P, v, D], filled up with zeros, and its token ids [C, P, v].
+
+    Rows that fill up have the id V.
+    """
+    V, D = head_VD.shape
+    rows = -(-V // P)
+    head_PrD = jnp.pad(head_VD, ((0, P * rows - V), (0, 0))).reshape(P, rows, D)
+    head_PrD = nn.with_logical_constraint(head_PrD, ("vocab", None, "width"))
+    head_PrD = jnp.pad(head_PrD, ((0, 0), (0, C * v - rows), (0, 0)))
+    row_r = jnp.arange(C * v)
+    id_Pr = jnp.where(row_r < rows, jnp.arange(P)[:, None] * rows + row_r[None], V)
+    id_Pr = jnp.minimum(id_Pr, V)
+    return (
+        head_PrD.reshape(P, C, v, D).swapaxes(0, 1),
+        id_Pr.reshape(P, C, v).swapaxes(0, 1),
+    )
 
 
 def cross_entropy_sums(
@@ -32,7 +60,10 @@ def cross_entropy_sums(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
 ) -> LossSums:
-    """Sums of the cross-entropy over all targets, chunk by chunk along the rows.
+    """Sums of the cross-entropy over all targets, chunk by chunk along the vocabulary.
+
+    A chunk of the output matrix is gathered, and its gradient is reduced, once: chunks along the
+    rows of the batch would do that with the whole matrix for each of them.
 
     Args:
       hidden_BTD: normed hidden states in the compute dtype.
@@ -43,29 +74,43 @@ def cross_entropy_sums(
     Returns:
       Sums in float32 (float64 for float64 states).
     """
-    B, T, _ = hidden_BTD.shape
-    t = chunk_length(B, T)
+    (B, T, D), V = hidden_BTD.shape, head_VD.shape[0]
+    P = sharding.parts("vocab")
+    C, v = _chunks(B * T // sharding.parts("batch"), -(-V // P))
     dtype = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
-    head_VD = head_VD.astype(hidden_BTD.dtype)
+    compute_dtype = hidden_BTD.dtype
+    head_CPvD, id_CPv = _split_head(head_VD.astype(compute_dtype), P, C, v)
+    hidden_BTD = whole_rows(hidden_BTD)
+    # An axis for the devices along the vocabulary, and float32: gradients of the chunks add up on
+    # each device alone, and over devices once.
+    hidden_PBTD = jnp.broadcast_to(hidden_BTD.astype(dtype), (P, B, T, D))
+    hidden_PBTD = nn.with_logical_constraint(hidden_PBTD, ("vocab", "batch", None, "embed"))
 
-    @jax.checkpoint
-    def chunk_sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, weights_Bt: jax.Array) -> LossSums:
-        logits_BtV = jnp.einsum("btd,vd->btv", hidden_BtD, head_VD, preferred_element_type=dtype)
-        lse_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
-        target_Bt = jnp.take_along_axis(logits_BtV, targets_Bt[..., None], axis=-1)[..., 0]
-        weights_Bt = weights_Bt.astype(dtype)
-        return LossSums(
-            jnp.sum(weights_Bt * (lse_Bt - target_Bt)),
-            jnp.sum(weights_Bt * jnp.square(lse_Bt)),
-            jnp.sum(weights_Bt),
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def chunk(
+        hidden_PBTD: jax.Array, head_PvD: jax.Array, id_Pv: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        head_PvD = nn.with_logical_constraint(head_PvD, ("vocab", None, "embed"))
+        logits_PBTv = jnp.einsum(
+            "pbtd,pvd->pbtv",
+            hidden_PBTD.astype(compute_dtype),
+            head_PvD,
+            preferred_element_type=dtype,
         )
+        id_P11v = id_Pv[:, None, None]
+        logits_PBTv = jnp.where(id_P11v < V, logits_PBTv, jnp.finfo(dtype).min)
+        hit_PBTv = id_P11v == targets_BT[None, ..., None]
+        target_PBT = jnp.sum(jnp.where(hit_PBTv, logits_PBTv, 0.0), axis=-1)
+        return jax.nn.logsumexp(logits_PBTv, axis=-1), target_PBT
 
-    def body(sums: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
-        return jax.tree.map(jnp.add, sums, chunk_sums(*chunk)), None
-
-    def split(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(B, T // t, t, *x.shape[2:]), 1, 0)
-
-    zeros = LossSums(*(jnp.zeros((), dtype) for _ in LossSums._fields))
-    chunks = (split(hidden_BTD), split(targets_BT), split(weights_BT))
-    return lax.scan(body, zeros, chunks)[0]
+    _, (lse_CPBT, target_CPBT) = lax.scan(
+        lambda _, part: (None, chunk(hidden_PBTD, *part)), None, (head_CPvD, id_CPv)
+    )
+    lse_BT = jax.nn.logsumexp(lse_CPBT, axis=(0, 1))
+    target_BT = jnp.sum(target_CPBT, axis=(0, 1))
+    weights_BT = weights_BT.astype(dtype)
+    return LossSums(
+        jnp.sum(weights_BT * (lse_BT - target_BT)),
+        jnp.sum(weights_BT * jnp.square(lse_BT)),
+        jnp.sum(weights_BT),
+    )

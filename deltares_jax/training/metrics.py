@@ -35,11 +35,6 @@ def human_count(number: float) -> str:
     return f"{number:.4g}"
 
 
-def human_bytes(number: float) -> str:
-    """MiB or GiB."""
-    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
-
-
 def read_rows(workdir: pathlib.Path) -> tuple[dict[int, Any], dict[int, Any]]:
     """Training and evaluation rows of a run by step; of a step that ran twice the last row counts.
 

@@ -4,7 +4,6 @@ import pathlib
 import shlex
 from typing import Any
 
-import jax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
@@ -20,7 +19,7 @@ PICTURE = "loss.png"
 def start_lines(
     config: FrozenConfigDict,
     folder: pathlib.Path,
-    mesh: jax.sharding.Mesh,
+    machine: list[str],
     dataset: pipeline.Dataset,
     resumed: int,
     meta: dict[str, Any],
@@ -31,7 +30,7 @@ def start_lines(
     Args:
       config: the resolved config.
       folder: of the run.
-      mesh: the device mesh.
+      machine: lines on the devices and what they hold.
       dataset: the data.
       resumed: the step that the run goes on from; 0 for a fresh start.
       meta: what the checkpoint says of itself.
@@ -46,9 +45,7 @@ def start_lines(
         old = FrozenConfigDict(meta["config"])
         rates = [float(optim.schedule(c)(resumed + 1)) for c in (old, config)]
         lines.append(f"learning rate of the next step: {rates[0]:.3e} → {rates[1]:.3e}")
-    device = mesh.devices.flat[0]
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    lines.append(f"devices: {mesh.size} {device.platform} ({device.device_kind}); mesh: {axes}")
+    lines += machine
     lines += prepare.describe(dataset.manifest)
     held_out = len(dataset.rows["validation"])
     if config.eval.every and config.eval.rows > held_out:
