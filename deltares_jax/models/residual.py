@@ -250,7 +250,8 @@ class Reader(nn.Module):
             return mix_BTD.astype(cfg.dtype), weights_SBT
         gate = self._gate(mix_BTD.dtype)
         x_BTD = stream_BTD.astype(mix_BTD.dtype) + gate * mix_BTD
-        return x_BTD.astype(cfg.dtype), weights_SBT
+        # Made once: the compiler would fuse the mix into each matmul that reads it.
+        return lax.optimization_barrier(x_BTD.astype(cfg.dtype)), weights_SBT
 
     def _gate(self, dtype: jnp.dtype) -> jax.Array | float:
         """(1−g) h + g (h + mix) = h + g · mix."""
