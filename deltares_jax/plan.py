@@ -69,14 +69,11 @@ def main() -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    say(f"compiling for {topology.num_chips} {topology.kind} devices; a 7b takes about two minutes")
-    if _FIND_BATCH.value:
-        report = planning.find_batch(config, topology, say)
-    else:
-        report = planning.make(config, topology)
+    plan = planning.find_batch if _FIND_BATCH.value else planning.make
+    report = plan(config, topology, say)
     plans = [report]
     if other:
-        plans.append(planning.make(other, topology))
+        plans.append(planning.make(other, topology, say))
         ratios = planning.ratios(*plans)
     if _JSON.value:
         extra = {"compare": plans[1], "ratios": ratios} if other else {}
@@ -84,9 +81,9 @@ def main() -> int:
     else:
         table = plan_text.table(report, plans[1], ratios) if other else []
         metrics.say(*plan_text.lines(report), *table)
-    for plan in plans:
-        if not plan["fits"]:
-            raise Stop(plan_text.too_big(plan), DOES_NOT_FIT)
+    for report in plans:
+        if not report["fits"]:
+            raise Stop(plan_text.too_big(report), DOES_NOT_FIT)
     return 0
 
 

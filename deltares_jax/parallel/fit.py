@@ -13,9 +13,9 @@ def data_parallel_size(shape: dict[str, int]) -> int:
 
 
 def working_meshes(config: FrozenConfigDict, num_devices: int) -> list[dict[str, int]]:
-    """Overrides of `mesh` that make the config work, those with the least tensor parallelism first.
+    """Overrides of `mesh` that make the config work, the least tensor parallelism first.
 
-    Only `tensor` = 2, 4, 8, … is tried. The axis that takes the rest stays; without one `fsdp` does.
+    Only `tensor` = 2, 4, 8, … is tried; the axis that takes the rest stays, or `fsdp` becomes it.
     """
     asked = {axis: config.mesh[axis] for axis in mesh_lib.AXES}
     found = []

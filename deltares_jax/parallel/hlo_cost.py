@@ -228,7 +228,8 @@ class _Walk:
 
     def _start(self, clock: _Clock, computation: str, op: Op, times: float) -> None:
         kind, where, inner = op.opcode.removesuffix("-start"), computation, op
-        if kind == "async" and (found := self._inside(op.attribute("calls"))):
+        called = op.attribute("calls") or op.attribute("to_apply")
+        if kind in ("async", "call") and (found := self._inside(called)):
             where, inner = found
             kind = inner.opcode
         if kind in hlo_work.COLLECTIVES:

@@ -42,6 +42,12 @@ class Topology:
         """Chips; for CPUs the simulated devices."""
         return math.prod(self.shape)
 
+    def __str__(self) -> str:
+        if self.chip is None:
+            return f"{self.num_chips} simulated CPU devices"
+        several = f" of {self.chip.devices} devices" if self.chip.devices > 1 else ""
+        return f"{self.num_chips} {self.kind} chips{several}"
+
     @property
     def devices_per_chip(self) -> int:
         """Devices of a chip, as jax counts them."""
@@ -79,7 +85,7 @@ def parse(name: str) -> Topology:
     if match and kind == "cpu" and match[2] and match[2].isdigit() and int(match[2]) > 0:
         return Topology(text, kind, None, (int(match[2]),))
     if not match or kind not in CHIPS:
-        near = difflib.get_close_matches(text, [*_names(), *CHIPS, *_ALIASES], 1, 0.6)
+        near = difflib.get_close_matches(text, _names(), 1, 0.6)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"--topology={name}: known are {_KNOWN}{hint}")
     chip = CHIPS[kind]
@@ -152,7 +158,7 @@ def devices(topology: Topology) -> list[Any]:
 
     options: dict[str, Any] = dict(topology.chip.topology_options)
     if topology.num_chips == 1:
-        options["chips_per_host_bounds"] = [1] * len(topology.shape)
+        options["chips_per_host_bounds"] = [1, 1, 1]
     try:
         described = topologies.get_topology_desc(topology.name, "tpu", **options)
     except jax.errors.JaxRuntimeError as error:

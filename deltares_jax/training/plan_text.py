@@ -11,14 +11,6 @@ def _bytes(number: float | None) -> str:
     return "unknown" if number is None else metrics.human_bytes(number)
 
 
-def _chips(report: Report) -> str:
-    kind, number = report["topology"].split(":")[0], report["chips"]
-    if kind == "cpu":
-        return f"{number} simulated CPU devices"
-    several = f" of {report['devices_per_chip']} devices" if report["devices_per_chip"] > 1 else ""
-    return f"{number} {kind} chips{several}"
-
-
 def lines(report: Report) -> list[str]:
     """A plan of `planning.make`, at most 25 short lines."""
     batch, memory = report["batch"], report["hbm_bytes_per_chip"]
@@ -26,7 +18,7 @@ def lines(report: Report) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     options = [f"{key}={value}" for key, value in report["compiler_options"].items()]
     text = [
-        f"{report['variant']} on {report['topology']}: {_chips(report)}; compiled by {versions}",
+        f"{report['variant']} on {report['topology']}, {report['hardware']}; by {versions}",
         *(f"  {option}" for option in options),
         "mesh: " + ", ".join(f"{axis} {size}" for axis, size in report["mesh"].items()),
         f"batch: {batch['global']} × {batch['seq_len']} tokens, {batch['per_chip']:g} sequences a "

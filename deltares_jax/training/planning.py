@@ -58,7 +58,7 @@ def lay_out(config: FrozenConfigDict, topology: Topology) -> tuple[Any, FrozenCo
     parts = fit.data_parallel_size(shape)
     size = -(-config.eval.batch_size // parts) * parts
     config = with_values(config, {"eval.batch_size": size})
-    fit.check_fits(config, shape, f"{topology.num_chips} {topology.kind} chips")
+    fit.check_fits(config, shape, str(topology))
     return mesh_lib.make_mesh(shape, devices), config
 
 
@@ -79,11 +79,16 @@ def compile_step(config: FrozenConfigDict, mesh: Any, quick: bool = False) -> An
         raise DoesNotFitError(float(required[1]) * _UNITS[required[2]]) from None
 
 
-def make(config: FrozenConfigDict, topology: Topology) -> Report:
+def make(config: FrozenConfigDict, topology: Topology, say: Say) -> Report:
     """The plan of a run, as a dict for JSON; what cannot be told is None.
 
     Bytes in `hbm_bytes_per_chip` and `hbm_bytes_limit` are those of all devices of a chip; cycles,
     FLOPs and bytes of collectives are those of one device and one step.
+
+    Args:
+      config: from `config.resolve`.
+      topology: the devices.
+      say: told what takes long, in a line.
 
     Raises:
       ValueError: the config does not work on the topology.
@@ -97,6 +102,7 @@ def make(config: FrozenConfigDict, topology: Topology) -> Report:
             f"train refuses eval.batch_size={evaluation} here; add "
             f"--config.eval.batch_size={config.eval.batch_size}"
         )
+    say(f"compiling {report['variant']} for {topology}; a 7b for TPUs takes about two minutes")
     try:
         compiled = compile_step(config, mesh)
     except DoesNotFitError as error:
@@ -118,6 +124,7 @@ def _outline(config: FrozenConfigDict, topology: Topology, shape: dict[str, int]
     return {
         "variant": config.model.residual.variant,
         "topology": topology.name,
+        "hardware": str(topology),
         "chips": chips,
         "devices_per_chip": topology.devices_per_chip,
         "mesh": shape,
@@ -198,15 +205,12 @@ def ratios(report: Report, other: Report) -> dict[str, float | None]:
 
 
 def find_batch(config: FrozenConfigDict, topology: Topology, say: Say) -> Report:
-    """The plan with the largest batch that fits, as `train.batch_size` of the report's batch.
+    """The plan with the largest batch that fits; that of the smallest one if none does.
 
     Args:
       config: its batch is not used.
       topology: the devices.
-      say: told each try in a line.
-
-    Returns:
-      The plan; that of the smallest batch if not even that fits.
+      say: told each try, in a line.
     """
     shape = mesh_lib.mesh_shape(config.mesh, topology.num_chips * topology.devices_per_chip)
     unit = fit.data_parallel_size(shape) * config.train.accumulation
@@ -236,8 +240,8 @@ def find_batch(config: FrozenConfigDict, topology: Topology, say: Say) -> Report
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    report = make(resized(max(low, 1)), topology)
+    report = make(resized(max(low, 1)), topology, say)
     while not report["fits"] and low > 1:  # compiled in full it takes more
         low -= 1
-        report = make(resized(low), topology)
+        report = make(resized(low), topology, say)
     return report
