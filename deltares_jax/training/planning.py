@@ -59,6 +59,7 @@ def lay_out(config: FrozenConfigDict, topology: Topology) -> tuple[Any, FrozenCo
     size = -(-config.eval.batch_size // parts) * parts
     config = with_values(config, {"eval.batch_size": size})
     fit.check_fits(config, shape, str(topology))
+    programs.for_platform(config, devices[0].platform)  # refuses what cannot run there
     return mesh_lib.make_mesh(shape, devices), config
 
 
