@@ -161,15 +161,11 @@ def test_the_plan_compiles_what_the_trainer_runs(planned):
     expected = sharding.state_shardings(state, mesh)
     for program in (compiled, trained.train):
         found, _ = program.input_shardings[0]
-        jax.tree.map(
-            lambda a, b, leaf: (
-                pytest.fail(f"{a} {b}") if not a.is_equivalent_to(b, leaf.ndim) else 0
-            ),
-            found,
-            expected,
-            state,
+        same = jax.tree.map(
+            lambda a, b, leaf: a.is_equivalent_to(b, leaf.ndim), found, expected, state
         )
-    assert compiled.as_text() == trained.train.as_text()
+        assert jax.tree.all(same)
+    assert programs.peak_bytes(compiled, "cpu") == trained.peak_bytes
 
 
 def test_the_options_of_a_chip_reach_the_compiler_from_both(planned, monkeypatch):

@@ -8,7 +8,9 @@ Report = dict[str, Any]
 
 
 def _bytes(number: float | None) -> str:
-    return "unknown" if number is None else metrics.human_bytes(number)
+    if number is None:
+        return "unknown"
+    return f"{number / 2**30:.2f} GiB" if abs(number) >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
 def lines(report: Report) -> list[str]:
