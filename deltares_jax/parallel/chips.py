@@ -57,9 +57,9 @@ _CUBES = (
 _SPLASH_V5P = {128: (2141, 2385, 1832), 64: (2160, 2462, 1869)}
 _SPLASH_V6E = {128: (1474, 1764, 1387), 64: (1350, 1730, 1389)}
 
-# No loops of matmuls and permutes in place of gathered weights: on the 1b baseline (v5e 4x4, 8 × 2048
-# tokens a chip, remat full, libtpu 0.0.42.1) the estimated step falls from 4355 to 2428 Mcycles and
-# the peak from 4.01 to 3.71 GiB. By a quick compile of it the step falls on every chip. Tried there
+# No loops of matmuls and permutes in place of gathered weights. On the 1b baseline (v5e 4x4, 8 × 2048
+# tokens a chip, remat full, libtpu 0.0.42.1) compute falls from 3885 to 1936 Mcycles, the peak from
+# 4.01 to 3.71 GiB; compiled with low effort, the estimated step falls on every chip. Tried there
 # without effect: fusion of asynchronous collectives, layouts for reduce-scatter, overlap of
 # data-parallel reductions, experimental schedulers.
 _WHOLE_MATMULS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
@@ -98,7 +98,7 @@ CHIPS: dict[str, Chip] = {
             slices=_GRIDS,
             name_unit=1,
             splash={128: (1882, 2293, 1751), 64: (1782, 2399, 1740)},
-            # More scratch memory for fusions: 2428 → 2328 Mcycles, same peak.
+            # More scratch memory for fusions: 1936 → 1836 Mcycles, same peak.
             compiler_options=_WHOLE_MATMULS | {"xla_tpu_scoped_vmem_limit_kib": "32768"},
         ),
         Chip(
