@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TESTS ?=
+EXTRAS ?= test
+TOOLS := $(VENV)/.installed-$(EXTRAS)
 
 .PHONY: debug test slow lint format clean
 
@@ -11,25 +13,26 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+# EXTRAS=test,tpu adds libtpu, for the tests that compile for TPUs.
+$(TOOLS): $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
 debug: $(VENV)/.installed
 	$(BIN)/python -m deltares_jax.train --config=configs/debug.py
 
-test: $(VENV)/.test
+test: $(TOOLS)
 	$(BIN)/pytest -m 'not slow' $(TESTS)
 
-slow: $(VENV)/.test
+slow: $(TOOLS)
 	TEST_XLA_FLAGS= $(BIN)/pytest -m slow
 
-lint: $(VENV)/.test
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.test
+format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -14,7 +14,7 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 from deltares_jax import config as config_lib
 from deltares_jax.data import pipeline
 from deltares_jax.models import attention
-from deltares_jax.parallel import sharding
+from deltares_jax.parallel import chips, sharding
 from deltares_jax.training import metrics, step
 
 
@@ -88,15 +88,26 @@ def lower_eval(config: FrozenConfigDict, mesh: Mesh) -> Any:
         return evaluate.lower(params, abstract_batch(config, config.eval.batch_size))
 
 
+def compiler_options(chip: chips.Chip | None) -> dict[str, str]:
+    """The options that programs for a chip are compiled with; none for CPUs and GPUs."""
+    return dict(chip.compiler_options) if chip else {}
+
+
+def compile_for(lowered: Any, mesh: Mesh, more: dict[str, Any] | None = None) -> Any:
+    """Compiles a lowered step with the options of the mesh's chips, and with more of them."""
+    chip = chips.by_device_kind(mesh.devices.flat[0].device_kind)
+    return lowered.compile(compiler_options=compiler_options(chip) | (more or {}) or None)
+
+
 class Programs:
     """The compiled train and evaluation steps of a run, and how batches reach the devices."""
 
     def __init__(self, config: FrozenConfigDict, mesh: Mesh):
         began = time.perf_counter()
         self._batch_sharding = sharding.batch_sharding(mesh)
-        self.train = lower_train(config, mesh).compile()
+        self.train = compile_for(lower_train(config, mesh), mesh)
         if config.eval.every:
-            self.evaluate = lower_eval(config, mesh).compile()
+            self.evaluate = compile_for(lower_eval(config, mesh), mesh)
         self.compile_seconds = time.perf_counter() - began
         self.peak_bytes = peak_bytes(self.train, mesh.devices.flat[0].platform)
 
