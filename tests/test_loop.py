@@ -448,6 +448,12 @@ def test_the_first_and_last_step_are_logged_whatever_the_cadence(tiny, tmp_path,
     assert result["steps"] == 6
 
 
+def test_offload_is_refused_where_there_is_no_other_memory(tiny, tmp_path):
+    tiny.model.remat = "offload"
+    with pytest.raises(ValueError, match=r"model\.remat=offload .*use model\.remat=full"):
+        train(tiny, tmp_path / "run")
+
+
 def test_a_second_process_is_kept_out(tiny, tmp_path):
     (tmp_path / "run").mkdir()
     in_use = pytest.raises(ValueError, match="run is in use by another process")

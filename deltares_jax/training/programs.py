@@ -43,9 +43,14 @@ def for_platform(config: FrozenConfigDict, platform: str) -> FrozenConfigDict:
     """The config with the attention that `model.attention` means on a platform.
 
     Raises:
-      ValueError: the named attention does not run there.
+      ValueError: the named attention, or `model.remat=offload`, does not run there.
     """
     model = config.model
+    if model.remat == "offload" and platform == "cpu":
+        raise ValueError(
+            "model.remat=offload keeps what it saves in the host's memory, where that of cpu is "
+            "already; use model.remat=full"
+        )
     name = attention.choose(model.attention, platform, config.data.seq_len, model.dtype)
     values = config.to_dict()
     values["model"]["attention"] = name
