@@ -76,6 +76,7 @@ class Case:
                         "gate": meta["gate"],
                         "null_source": meta["null_source"],
                         "centered": meta["centered"],
+                        "kernel": "auto",
                     },
                     **changes,
                 }
