@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import residual
 from deltares_jax.models.layers import Context
-from deltares_jax.models.routing_ops import mix, statistics_dtype
+from deltares_jax.models.made_sources import Made, make
+from deltares_jax.models.routing_ops import statistics_dtype
 
 Params = Any
 # (layer parameters, moving state, layer, logits, block, fixed, context) -> moving state
@@ -96,30 +96,7 @@ def _rule(
     def fixed_sources(kept: Kept, when: Any) -> Any:
         if not made:
             return kept.fixed
-        return _sources(lax.optimization_barrier((when, kept.starts))[1])
-
-    def forward(
-        whole: Params,
-        own: Params,
-        moving: Any,
-        fixed: Any,
-        logits: Any,
-        context: Context,
-        keep: bool,
-    ) -> tuple[Any, Any]:
-        inner = jax.tree.map(lambda x: lax.empty((extent.length - 1, *x.shape), x.dtype), moving)
-        if extent.length == 1 or not keep:
-            inner = None
-
-        def body(carry: Any, xs: Any) -> tuple[Any, None]:
-            moving, inner = carry
-            flat, layer, logits = xs
-            params = jax.tree.map(lambda p, s: p.reshape(s.shape[1:]), flat, whole)
-            inner = _put(inner, moving, layer - 1)
-            moving = apply_layer(params, moving, layer, logits, extent.block, fixed, context)
-            return (moving, inner), None
-
-        return lax.scan(body, (moving, inner), (own, layers, logits))[0]
+        return make(lax.optimization_barrier((when, kept.starts))[1])
 
     def primal(*args: Any) -> Any:
         return save(*args)[0]
@@ -129,7 +106,8 @@ def _rule(
     ) -> tuple[Any, Kept]:
         own = _slice(config, whole, extent, moving)
         logits = residual.block_logits(config, own, fixed)
-        after, inner = forward(whole, own, moving, fixed, logits, context, keep_inputs)
+        args = (own, moving, fixed, logits, context, whole)
+        after, inner = _run_layers(apply_layer, extent, *args, keep=keep_inputs)
         starts = (*earlier, moving)
         return after, Kept(starts, inner, None if made else fixed, logits, whole, context)
 
@@ -137,15 +115,9 @@ def _rule(
         own = _slice(config, kept.whole, extent, d_after)
         inner, start = kept.inner, kept.starts[-1]
         if not keep_inputs:
-            args = (
-                kept.whole,
-                own,
-                start,
-                fixed_sources(kept, d_after),
-                kept.logits,
-                kept.context,
-            )
-            inner = forward(*args, True)[1]
+            fixed = fixed_sources(kept, d_after)
+            args = (own, start, fixed, kept.logits, kept.context, kept.whole)
+            inner = _run_layers(apply_layer, extent, *args, keep=True)[1]
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
             d_after, d_fixed = carry
@@ -157,9 +129,8 @@ def _rule(
             def apply(params: Params, moving: Any, logits: Any, fixed: Any) -> Any:
                 if made:
                     fixed = Made(fixed, kept.starts, config.dtype)
-                params = jax.tree.map(lambda p, w: p.reshape(w.shape[1:]), params, kept.whole)
                 args = (layer, logits, extent.block, fixed, kept.context)
-                return apply_layer(params, moving, *args)
+                return apply_layer(_unflat(params, kept.whole), moving, *args)
 
             # Unrounded, so that the sum over the readers is fused and rounded once.
             read = jax.tree.map(lambda d: d.astype(statistics_dtype(d.dtype)), d_fixed)
@@ -186,6 +157,33 @@ def _rule(
     rule = jax.custom_vjp(primal)
     rule.defvjp(save, derivative)
     return rule
+
+
+def _run_layers(
+    apply_layer: ApplyLayer,
+    extent: Extent,
+    own: Params,
+    moving: Any,
+    fixed: Any,
+    logits: Any,
+    context: Context,
+    whole: Params,
+    keep: bool,
+) -> tuple[Any, Any]:
+    """The state after the last layer, and `Kept.inner` if it is to be kept."""
+    inner = None
+    if keep and extent.length > 1:
+        later = extent.length - 1
+        inner = jax.tree.map(lambda x: lax.empty((later, *x.shape), x.dtype), moving)
+
+    def body(carry: Any, xs: Any) -> tuple[Any, None]:
+        moving, inner = carry
+        flat, layer, logits = xs
+        inner = _put(inner, moving, layer - 1)
+        args = (layer, logits, extent.block, fixed, context)
+        return (apply_layer(_unflat(flat, whole), moving, *args), inner), None
+
+    return lax.scan(body, (moving, inner), (own, jnp.arange(extent.length), logits))[0]
 
 
 def _put(inner: Any, moving: Any, index: jax.Array) -> Any:
@@ -237,6 +235,10 @@ def _flat(config: FrozenConfigDict, stack: jax.Array) -> jax.Array:
     return stack.reshape((m, a, b * c) if c == config.head_dim else (m, a * b, c))
 
 
+def _unflat(layer: Params, whole: Params) -> Params:
+    return jax.tree.map(lambda p, w: p.reshape(w.shape[1:]), layer, whole)
+
+
 def _zeros(sources: Any, when: Any) -> Any:
     """Where the sources' gradients add up."""
 
@@ -246,54 +248,3 @@ def _zeros(sources: Any, when: Any) -> Any:
         return nn.with_logical_constraint(zeros, axes)
 
     return jax.tree.map(one, sources)
-
-
-def _sources(starts: tuple[residual.State, ...]) -> tuple[jax.Array, ...]:
-    return residual.sources_from_starts(tuple(s.stream_BTD for s in starts))
-
-
-@struct.dataclass
-class Made:
-    """Sources that are made anew at each use. Gradients flow to `twins`, which are not read."""
-
-    twins: tuple[jax.Array, ...]
-    starts: tuple[residual.State, ...]
-    dtype: str = struct.field(pytree_node=False)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[S, B, T, D], as if the sources lay in one array."""
-        return (len(self.twins), *self.twins[0].shape)
-
-    def mix(self, factors_SBT: jax.Array) -> jax.Array:
-        """See routing_ops.mix."""
-        return _mixer(self.dtype)(self.twins, self.starts, factors_SBT)
-
-
-def _mixer(dtype: str) -> Callable[..., jax.Array]:
-    """The mix of made sources of a dtype, as a function of (twins, starts, factors)."""
-
-    def made(starts: Any, when: jax.Array) -> tuple[Any, jax.Array]:
-        when, starts = lax.optimization_barrier((when, starts))
-        return _sources(starts), when
-
-    def primal(twins: Any, starts: Any, factors_SBT: jax.Array) -> jax.Array:
-        sources, factors_SBT = made(starts, factors_SBT)
-        parts = [mix(s[None], f[None]) for s, f in zip(sources, factors_SBT, strict=True)]
-        return functools.reduce(jnp.add, parts)
-
-    def save(twins: Any, starts: Any, factors_SBT: jax.Array) -> Any:
-        return primal(twins, starts, factors_SBT), (starts, factors_SBT)
-
-    def derivative(saved: Any, d_mix_BTD: jax.Array) -> Any:
-        starts, factors_SBT = saved
-        # In the width in which it came: the sum into the twins' gradients reads it later.
-        sources, d_mix_BTD = made(starts, d_mix_BTD.astype(dtype))
-        d_mix_BTD = d_mix_BTD.astype(factors_SBT.dtype)
-        d_factors = [jnp.sum(d_mix_BTD * s.astype(d_mix_BTD.dtype), axis=-1) for s in sources]
-        d_twins = [f_BT[..., None] * d_mix_BTD for f_BT in factors_SBT]
-        return tuple(d_twins), None, jnp.stack(d_factors)
-
-    rule = jax.custom_vjp(primal)
-    rule.defvjp(save, derivative)
-    return rule
