@@ -49,8 +49,8 @@ def lines(report: Report) -> list[str]:
         text.append("kernels without a price: " + ", ".join(report["unpriced_kernels"]))
     if report["estimated_step_seconds"] is not None:
         text += [
-            f"time: {report['estimated_step_seconds']:.4g} s a step by the compiler's cycles; without "
-            "latency, contention, input and host",
+            f"time: {report['estimated_step_seconds']:.4g} s a step by the compiler's cycles, "
+            "without latency, contention, input, host",
             f"throughput: {report['tokens_per_second_per_chip']:,.0f} tokens/s a chip, MFU "
             f"{100 * report['mfu']:.1f} %",
         ]
