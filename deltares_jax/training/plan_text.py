@@ -42,15 +42,15 @@ def lines(report: Report) -> list[str]:
             f"{_bytes(moved)}"
             for kind, moved in report["collective_bytes"].items()
         ),
-        f"FLOPs of a step: {metrics.human_count(report['model_flops_per_step'])} of the model; "
-        f"{metrics.human_count(report['compiled_flops'])} a device in matmuls outside kernels",
+        f"FLOPs of a step: {report['model_flops_per_step']:.3e} of the model in all, "
+        f"{report['compiled_flops']:.3e} a device in compiled matmuls",
     ]
     if report["unpriced_kernels"]:
         text.append("kernels without a price: " + ", ".join(report["unpriced_kernels"]))
     if report["estimated_step_seconds"] is not None:
         text += [
-            f"time: {report['estimated_step_seconds']:.3f} s a step by the compiler's cycles and a "
-            "replay of its transfers; knows no latency, no contention, no input, no host",
+            f"time: {report['estimated_step_seconds']:.4g} s a step by the compiler's cycles, "
+            "without latency, contention, input, host",
             f"throughput: {report['tokens_per_second_per_chip']:,.0f} tokens/s a chip, MFU "
             f"{100 * report['mfu']:.1f} %",
         ]
