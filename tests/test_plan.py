@@ -94,6 +94,12 @@ def test_a_mesh_of_the_wrong_size_is_refused(planned):
         planning.make(config, CPU8, ignore)
 
 
+def test_large_replicated_arrays_are_refused_as_by_train(planned, monkeypatch):
+    monkeypatch.setattr("deltares_jax.parallel.report._LARGE_BYTES", 100)
+    with pytest.raises(ValueError, match=r"mesh\.fsdp=8 .*would leave .*replicated: "):
+        planning.make(planned, CPU8, ignore)
+
+
 def test_meshes_that_work_are_named(planned):
     config = planning.with_values(planned, {"model.vocab_size": 264, "train.batch_size": 4})
     assert fit.working_meshes(config, 8) == [{"tensor": 2}]  # two KV heads
@@ -349,4 +355,4 @@ def test_7b_fits_64_v5p_chips():
     report = planning.make(config_lib.resolve(recipe), topology.parse("v5p:4x4x4"), ignore)
     assert report["fits"]
     assert report["unpriced_kernels"] == []
-    assert 0.1 < report["mfu"] < 0.7
+    assert 0.3 < report["mfu"] < 0.7

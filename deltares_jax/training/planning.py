@@ -1,5 +1,6 @@
 """Plans: the real train step compiled for devices that are not there, and what it tells."""
 
+import functools
 import re
 from collections.abc import Callable
 from importlib import metadata
@@ -10,11 +11,12 @@ from ml_collections.config_dict.config_dict import ConfigDict, FrozenConfigDict
 
 from deltares_jax import config_checks
 from deltares_jax.models import sizes
-from deltares_jax.parallel import fit, hlo_cost
+from deltares_jax.parallel import fit, hlo_cost, sharding
 from deltares_jax.parallel import mesh as mesh_lib
+from deltares_jax.parallel import report as report_lib
 from deltares_jax.parallel import topology as topology_lib
 from deltares_jax.parallel.topology import Topology
-from deltares_jax.training import programs
+from deltares_jax.training import programs, step
 
 Report = dict[str, Any]
 Say = Callable[[str], None]
@@ -59,7 +61,12 @@ def lay_out(config: FrozenConfigDict, topology: Topology) -> tuple[Any, FrozenCo
     config = with_values(config, {"eval.batch_size": size})
     fit.check_fits(config, shape, str(topology))
     programs.for_platform(config, devices[0].platform)  # refuses what cannot run there
-    return mesh_lib.make_mesh(shape, devices), config
+    mesh = mesh_lib.make_mesh(shape, devices)
+    state = jax.eval_shape(functools.partial(step.init_state, config))
+    batch = programs.abstract_batch(config, config.train.batch_size)
+    # Refuses large arrays that the mesh leaves whole, as train does.
+    report_lib.lines(config, mesh, state, sharding.state_shardings(state, mesh), batch)
+    return mesh, config
 
 
 def compile_step(config: FrozenConfigDict, mesh: Any, quick: bool = False) -> Any:
