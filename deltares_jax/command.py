@@ -4,7 +4,6 @@ import itertools
 import os
 import pathlib
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -91,13 +90,18 @@ def _parse(argv: list[str]) -> None:
 
 def _quiet_background() -> None:
     """Keeps the threads of a failed save from printing what our thread raises and says anyway."""
-    noisy = ("orbax", "asyncio", "concurrent")
-    handler = logging.get_absl_handler()
-    handler.addFilter(lambda record: not set(noisy) & set(pathlib.Path(record.pathname).parts))
+    noisy = {"orbax", "asyncio", "concurrent"}
+
+    def is_ours(record: Any) -> bool:
+        of_save = noisy & set(pathlib.Path(record.pathname).parts)
+        return not of_save or record.levelname != "ERROR"
 
     def unraisablehook(error: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
+        # TensorStore calls back into the event loop of a save that has ended.
+        if str(error.exc_value) != "Event loop is closed":
             sys.__unraisablehook__(error)
+
+    logging.get_absl_handler().addFilter(is_ours)
 
     sys.unraisablehook = unraisablehook
 

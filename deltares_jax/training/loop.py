@@ -13,7 +13,7 @@ from deltares_jax import config as config_lib
 from deltares_jax import config_checks
 from deltares_jax.data import pipeline
 from deltares_jax.parallel import mesh as mesh_lib
-from deltares_jax.parallel import report, sharding
+from deltares_jax.parallel import report
 from deltares_jax.training import checkpoint, metrics, signals, step, summary
 from deltares_jax.training import programs as programs_lib
 from deltares_jax.training import workdir as workdir_lib
@@ -62,11 +62,8 @@ def _train(
     mesh_lib.check_fits(config, shape)
     programs_lib.for_platform(config, devices[0].platform)  # refuses what cannot run there
     mesh = mesh_lib.make_mesh(shape, devices)
-    init = functools.partial(step.init_state, config)
-    abstract_state = jax.eval_shape(init)
-    shardings = sharding.state_shardings(abstract_state, mesh)
-    batch = programs_lib.abstract_batch(config, config.train.batch_size)
-    machine = report.lines(config, mesh, abstract_state, shardings, batch)
+    abstract_state, shardings = programs_lib.abstract_state(config, mesh)
+    machine = programs_lib.report(config, mesh, abstract_state, shardings)
 
     # 3. Data.
     dataset = pipeline.open_dataset(config)
@@ -93,7 +90,7 @@ def _train(
         if resumed:
             state = checkpoints.restore(resumed, checkpoint.abstract(abstract_state, shardings))
         else:
-            state = jax.jit(init, out_shardings=shardings)()
+            state = jax.jit(functools.partial(step.init_state, config), out_shardings=shardings)()
 
         # 5. Programs.
         programs = programs_lib.Programs(config, mesh)

@@ -1,6 +1,5 @@
 """Plans: the real train step compiled for devices that are not there, and what it tells."""
 
-import functools
 import re
 from collections.abc import Callable
 from importlib import metadata
@@ -11,12 +10,11 @@ from ml_collections.config_dict.config_dict import ConfigDict, FrozenConfigDict
 
 from deltares_jax import config_checks
 from deltares_jax.models import sizes
-from deltares_jax.parallel import fit, hlo_cost, sharding
+from deltares_jax.parallel import fit, hlo_cost
 from deltares_jax.parallel import mesh as mesh_lib
-from deltares_jax.parallel import report as report_lib
 from deltares_jax.parallel import topology as topology_lib
 from deltares_jax.parallel.topology import Topology
-from deltares_jax.training import programs, step
+from deltares_jax.training import programs
 
 Report = dict[str, Any]
 Say = Callable[[str], None]
@@ -62,10 +60,8 @@ def lay_out(config: FrozenConfigDict, topology: Topology) -> tuple[Any, FrozenCo
     fit.check_fits(config, shape, str(topology))
     programs.for_platform(config, devices[0].platform)  # refuses what cannot run there
     mesh = mesh_lib.make_mesh(shape, devices)
-    state = jax.eval_shape(functools.partial(step.init_state, config))
-    batch = programs.abstract_batch(config, config.train.batch_size)
     # Refuses large arrays that the mesh leaves whole, as train does.
-    report_lib.lines(config, mesh, state, sharding.state_shardings(state, mesh), batch)
+    programs.report(config, mesh, *programs.abstract_state(config, mesh))
     return mesh, config
 
 

@@ -15,6 +15,7 @@ from deltares_jax import config as config_lib
 from deltares_jax.data import pipeline
 from deltares_jax.models import attention
 from deltares_jax.parallel import chips, sharding
+from deltares_jax.parallel import report as report_lib
 from deltares_jax.training import metrics, step
 
 
@@ -64,10 +65,23 @@ def abstract_batch(config: FrozenConfigDict, size: int) -> dict[str, jax.ShapeDt
     return {k: jax.ShapeDtypeStruct((size, *v.shape), v.dtype) for k, v in row.items()}
 
 
+def abstract_state(config: FrozenConfigDict, mesh: Mesh) -> tuple[step.TrainState, Any]:
+    """Shapes and dtypes of the train state, and its shardings on the mesh."""
+    state = jax.eval_shape(functools.partial(step.init_state, config))
+    return state, sharding.state_shardings(state, mesh)
+
+
+def report(
+    config: FrozenConfigDict, mesh: Mesh, state: step.TrainState, shardings: Any
+) -> list[str]:
+    """What each device will hold; see `parallel.report.lines`, also for what it refuses."""
+    batch = abstract_batch(config, config.train.batch_size)
+    return report_lib.lines(config, mesh, state, shardings, batch)
+
+
 def lower_train(config: FrozenConfigDict, mesh: Mesh) -> Any:
     """The train step, lowered for the mesh's devices, which need not be there."""
-    state = jax.eval_shape(functools.partial(step.init_state, config))
-    shardings = sharding.state_shardings(state, mesh)
+    state, shardings = abstract_state(config, mesh)
     config = for_platform(config, mesh.devices.flat[0].platform)
     train = jax.jit(
         functools.partial(step.train_step, config),
@@ -81,16 +95,15 @@ def lower_train(config: FrozenConfigDict, mesh: Mesh) -> Any:
 
 def lower_eval(config: FrozenConfigDict, mesh: Mesh) -> Any:
     """The evaluation step, likewise."""
-    params = jax.eval_shape(functools.partial(step.init_state, config)).params
-    shardings = sharding.state_shardings(params, mesh)
+    state, shardings = abstract_state(config, mesh)
     config = for_platform(config, mesh.devices.flat[0].platform)
     evaluate = jax.jit(
         functools.partial(step.eval_step, config),
-        in_shardings=(shardings, sharding.batch_sharding(mesh)),
+        in_shardings=(shardings.params, sharding.batch_sharding(mesh)),
         out_shardings=NamedSharding(mesh, PartitionSpec()),
     )
     with sharding.activate(mesh):
-        return evaluate.lower(params, abstract_batch(config, config.eval.batch_size))
+        return evaluate.lower(state.params, abstract_batch(config, config.eval.batch_size))
 
 
 def compiler_options(chip: chips.Chip | None) -> dict[str, str]:
