@@ -198,11 +198,9 @@ def _residual(flat: Flat) -> None:
             "model.residual.centered=True with model.residual.gate=alpha never trains: the "
             "gradients of both are 0 at the start; use gate=none or gate=scalar"
         )
-    if flat["model.residual.kernel"] == "batched" and row.grows != "block":
-        takers = ", ".join(n for n, r in variants.VARIANTS.items() if r.grows == "block")
+    if flat["model.residual.kernel"] == "batched" and row.grows == "never":
         raise ValueError(
-            f"model.residual.kernel=batched is not defined for {name}, whose sources grow inside a "
-            f"block; it goes with {takers}"
+            f"model.residual.kernel=batched has no effect on {name}, which routes nothing"
         )
     if flat["model.scan"] == "boundaries" and flat["model.remat"] != "full":
         raise ValueError(

@@ -130,7 +130,7 @@ def _rule(
                 if made:
                     fixed = Made(fixed, kept.starts, config.dtype)
                 args = (layer, logits, extent.block, fixed, kept.context)
-                return apply_layer(_unflat(params, kept.whole), moving, *args)
+                return apply_layer(unflat(params, kept.whole), moving, *args)
 
             # Unrounded, so that the sum over the readers is fused and rounded once.
             read = jax.tree.map(lambda d: d.astype(statistics_dtype(d.dtype)), d_fixed)
@@ -181,7 +181,7 @@ def _run_layers(
         flat, layer, logits = xs
         inner = _put(inner, moving, layer - 1)
         args = (layer, logits, extent.block, fixed, context)
-        return (apply_layer(_unflat(flat, whole), moving, *args), inner), None
+        return (apply_layer(unflat(flat, whole), moving, *args), inner), None
 
     return lax.scan(body, (moving, inner), (own, jnp.arange(extent.length), logits))[0]
 
@@ -221,13 +221,13 @@ def _slice(config: FrozenConfigDict, whole: Params, extent: Extent, when: Any) -
     first = extent.first + _zero_after(when)
 
     def one(stack: jax.Array) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(_flat(config, stack), first, extent.length)
+        part = lax.dynamic_slice_in_dim(flat(config, stack), first, extent.length)
         return part.astype(config.dtype) if stack.ndim > 2 else part
 
     return jax.tree.map(one, whole)
 
 
-def _flat(config: FrozenConfigDict, stack: jax.Array) -> jax.Array:
+def flat(config: FrozenConfigDict, stack: jax.Array) -> jax.Array:
     """Heads and head_dim as one axis: the compiler would copy the stack for another layout."""
     if stack.ndim < 4:
         return stack
@@ -235,7 +235,8 @@ def _flat(config: FrozenConfigDict, stack: jax.Array) -> jax.Array:
     return stack.reshape((m, a, b * c) if c == config.head_dim else (m, a * b, c))
 
 
-def _unflat(layer: Params, whole: Params) -> Params:
+def unflat(layer: Params, whole: Params) -> Params:
+    """The parameters of one layer in the shapes that it wants, from flat ones."""
     return jax.tree.map(lambda p, w: p.reshape(w.shape[1:]), layer, whole)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax.models import block_rule, residual, variants
+from deltares_jax.models import block_rule, residual, sources_rule, variants
 from deltares_jax.models.layers import MLP, Attention, Context, RMSNorm
 
 Params = Any
@@ -229,18 +229,39 @@ FORMS: dict[str, Callable[..., tuple[residual.State, Weights]]] = {
 def run(
     config: FrozenConfigDict,
     params: Params,
+    last: Params,
     embedding_BTD: jax.Array,
     context: Context,
     capture: bool,
-) -> tuple[residual.State, Weights]:
-    """Runs all layers by the form that `model.scan` names.
+) -> tuple[jax.Array, Any]:
+    """Runs all layers by the form that `model.scan` names, and the model's last reader.
 
-    `auto` takes the one that needs least memory: unrolled blocks where there are blocks.
+    `auto` takes the one that needs least memory: `unrolled`, and for a model that is one block
+    without sources `blocks`.
 
-    Returns the last state and the captured weights, [L, S', B, T] for attention and MLP readers.
+    Args:
+      config: of the model.
+      params: of all layers, stacked as [L, …].
+      last: of the last reader, empty where there is none.
+      embedding_BTD: what enters the first layer.
+      context: what all layers read.
+      capture: return routing weights, too.
+
+    Returns:
+      The input [B, T, D] of the final norm; the captured weights, a pair [L, S', B, T] for
+      attention and MLP readers and [S, B, T] for the last reader.
     """
-    form = config.scan
+    form, grows = config.scan, variants.VARIANTS[config.residual.variant].grows
     if form == "auto":
-        form = "unrolled" if _per_block(config) < config.num_layers else "blocks"
+        one_block = grows != "sublayer" and _per_block(config) == config.num_layers
+        form = "blocks" if one_block else "unrolled"
+    if grows == "sublayer" and form != "blocks" and not capture:
+        policy = None if config.remat == "none" else REMAT_POLICIES[config.remat]
+        return sources_rule.run(config, params, last, embedding_BTD, context, policy), None
+    if grows == "sublayer":
+        form = "blocks"
     state = residual.start(config, embedding_BTD, listed=form != "blocks")
-    return FORMS[form](config, params, state, context, capture)
+    state, weights = FORMS[form](config, params, state, context, capture)
+    reader: Any = residual.FinalReader(config)
+    h_BTD, final_SBT = reader.apply({"params": last}, state)
+    return h_BTD, (weights, final_SBT) if capture else None

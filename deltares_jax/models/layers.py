@@ -108,3 +108,26 @@ class MLP(nn.Module):
         hidden_BTF = nn.silu(gate_BTF) * up_BTF
         hidden_BTF = nn.with_logical_constraint(hidden_BTF, ("batch", None, "mlp"))
         return jnp.einsum("btf,fd->btd", hidden_BTF, weight(self, "down", (F, D), cfg.dtype))
+
+
+def apply_sublayer(
+    config: FrozenConfigDict, params: Any, kind: str, x_BTD: jax.Array, context: Context
+) -> jax.Array:
+    """The output of a sublayer, `attn` or `mlp`, on what its reader reads.
+
+    Args:
+      config: of the model.
+      params: of the layer: `attn_norm`, `attn`, `mlp_norm`, `mlp`.
+      kind: the sublayer.
+      x_BTD: its input, before the norm.
+      context: what all layers read.
+    """
+    norm = RMSNorm(config.norm_eps)
+    x: Any = norm.apply({"params": params[f"{kind}_norm"]}, x_BTD)
+    scope = {"params": params[kind]}
+    y: Any = (
+        Attention(config).apply(scope, x, context)
+        if kind == "attn"
+        else MLP(config).apply(scope, x)
+    )
+    return nn.with_logical_constraint(y, ("batch", "length", "embed"))

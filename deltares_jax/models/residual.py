@@ -24,6 +24,8 @@ from deltares_jax.models.routing_ops import (
     statistics_dtype,
 )
 
+_GATE_START = {"scalar": -2.0, "alpha": 0.0}
+
 
 class State(NamedTuple):
     """What travels through the depth.
@@ -195,6 +197,22 @@ def _groups(sources: Any, seen: Any, logits_SBT: Any = None) -> tuple[list[Sourc
     return [Sources(sources[:used], jnp.arange(used) < seen, logits_SBT)], used
 
 
+def sublayer_input(
+    config: FrozenConfigDict, stream_BTD: Any, mix_BTD: jax.Array, gate: Any
+) -> jax.Array:
+    """What a sublayer reads, [B, T, D] in the compute dtype: the mix, or the stream and the mix.
+
+    `gate` is the reader's parameter, or None: (1−g) h + g (h + mix) = h + g · mix.
+    """
+    if _row(config).routing == "replace":
+        return mix_BTD.astype(config.dtype)
+    if gate is not None:
+        mix_BTD *= nn.sigmoid(gate) if config.residual.gate == "scalar" else gate
+    x_BTD = stream_BTD.astype(mix_BTD.dtype) + mix_BTD
+    # Made once: the compiler would fuse the mix into each matmul that reads it.
+    return lax.optimization_barrier(x_BTD.astype(config.dtype))
+
+
 class _Routing(nn.Module):
     """The parameters of one reader and the mix that they choose.
 
@@ -246,20 +264,11 @@ class Reader(nn.Module):
         unread = _num_slots(cfg) - used
         unread_SBT = jnp.zeros((unread, *weights_SBT.shape[1:]), weights_SBT.dtype)
         weights_SBT = jnp.concatenate([head, unread_SBT, tail])
-        if row.routing == "replace":
-            return mix_BTD.astype(cfg.dtype), weights_SBT
-        gate = self._gate(mix_BTD.dtype)
-        x_BTD = stream_BTD.astype(mix_BTD.dtype) + gate * mix_BTD
-        # Made once: the compiler would fuse the mix into each matmul that reads it.
-        return lax.optimization_barrier(x_BTD.astype(cfg.dtype)), weights_SBT
-
-    def _gate(self, dtype: jnp.dtype) -> jax.Array | float:
-        """(1−g) h + g (h + mix) = h + g · mix."""
-        if self.config.residual.gate == "none":
-            return 1.0
-        if self.config.residual.gate == "alpha":
-            return self.param("gate", nn.initializers.zeros, (), dtype)
-        return nn.sigmoid(self.param("gate", nn.initializers.constant(-2.0), (), dtype))
+        gate = None
+        if row.routing == "add" and cfg.residual.gate != "none":
+            start = nn.initializers.constant(_GATE_START[cfg.residual.gate])
+            gate = self.param("gate", start, (), mix_BTD.dtype)
+        return sublayer_input(cfg, stream_BTD, mix_BTD, gate), weights_SBT
 
 
 class FinalReader(nn.Module):

@@ -66,13 +66,15 @@ class Transformer(nn.Module):
         h_BTD = nn.with_logical_constraint(h_BTD, ("batch", "length", "embed"))
         rotary = attention.rotary_tables(positions_BT, cfg.head_dim, cfg.rope_theta, dtype)
         context = Context(rotary, segments_BT)
-        state, weights = residual.start(cfg, h_BTD), None
+        state = residual.start(cfg, h_BTD)
         params = self.param("layers", depth.init_layers, cfg, state, 0, None, 0, None, context)
-        if not self.is_initializing():  # initial values need no depth
-            state, weights = depth.run(cfg, params, h_BTD, context, capture)
-        h_BTD, final_SBT = residual.FinalReader(cfg, name="final_reader")(state)
-        hidden_BTD = RMSNorm(cfg.norm_eps, name="final_norm")(h_BTD)
-        return Output(hidden_BTD, (weights, final_SBT) if capture else None)
+        routing = None
+        if self.is_initializing():  # initial values need no depth
+            h_BTD = residual.FinalReader(cfg, name="final_reader")(state)[0]
+        else:
+            last = self.variables["params"].get("final_reader", {})
+            h_BTD, routing = depth.run(cfg, params, last, h_BTD, context, capture)
+        return Output(RMSNorm(cfg.norm_eps, name="final_norm")(h_BTD), routing)
 
 
 def apply(config: FrozenConfigDict, params: Params, *inputs: Any, capture: bool = False) -> Output:

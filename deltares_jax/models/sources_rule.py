@@ -1,0 +1,349 @@
+"""The whole depth under one derivative rule, for variants whose sources grow with every sublayer.
+
+Autodiff of a loop that carries the sources saves all of them at each layer. Here they lie once in
+one buffer, which the backward pass turns over in place, as flash attention over the depth: slot
+j + 1 holds the source that sublayer j made; once sublayer j is differentiated that source has no
+readers left, and the slot takes the gradient of reader j's mix instead. So at sublayer j the slots
+up to j hold sources, to make its input again, and those after hold gradients, to gather the
+gradient of its source:
+
+    a_jt = exp(logit_jt − top_j) / sum_j        the weight of reader j on source t
+    d_logit_jt = a_jt (d_mix_j · s_t − c_j)     c_j = d_mix_j · Σ_t a_jt s_t
+    d_s_t = Σ_j f_jt d_mix_j + d_logit_jt ∂logit_jt/∂s_t,     f = a, or a − 1/S where centred
+
+Kept from the forward pass: the buffer, top and sum of every reader, and what `model.remat` names of
+the sublayers. A stream that is not itself a source is summed up again in float32 from what was
+added to it; taken back from its last, rounded value it would be off by more with every layer.
+
+B batch, T sequence, D width, L layers, S slots, R readers.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from ml_collections.config_dict.config_dict import FrozenConfigDict
+
+from deltares_jax.models import kept as kept_lib
+from deltares_jax.models import reader_rule, residual, variants
+from deltares_jax.models.block_rule import flat, unflat
+from deltares_jax.models.layers import Context, apply_sublayer
+from deltares_jax.models.reader_rule import Part, Readers, Stats
+from deltares_jax.models.routing_ops import logits_of_readers, statistics_dtype
+
+Params = Any
+
+
+class Saved(NamedTuple):
+    """What the backward pass reads besides the arguments.
+
+    buffer_SBTD: every source. stats: of every reader. kept: of the two sublayers, stacked by layer;
+    None where nothing is kept of them.
+    """
+
+    buffer_SBTD: jax.Array
+    stats: Stats
+    kept: Any
+
+
+class Back(NamedTuple):
+    """What the backward pass collects of all readers: d_mix · softmax mix, and their gradients."""
+
+    c_RBT: jax.Array
+    d_readers: Readers
+
+    def add(self, number: Any, d_reader: Readers, c_BT: jax.Array) -> "Back":
+        """Adds what one reader's own sources give."""
+        d_readers = jax.tree.map(
+            lambda total, one: total.at[number].add(one[0]), self.d_readers, d_reader
+        )
+        return Back(self.c_RBT.at[number].set(c_BT), d_readers)
+
+
+def run(
+    config: FrozenConfigDict,
+    layers: Params,
+    last: Params,
+    embedding_BTD: jax.Array,
+    context: Context,
+    policy: Any,
+) -> jax.Array:
+    """The input [B, T, D] of the final norm.
+
+    Args:
+      config: of the model, with a variant whose sources grow with every sublayer.
+      layers: parameters of all layers, stacked as [L, …].
+      last: parameters of the last reader, or empty.
+      embedding_BTD: what enters the first layer.
+      context: what all layers read.
+      policy: what is kept of a sublayer, as for `jax.checkpoint`; None for everything.
+    """
+    sublayers = {name: p for name, p in layers.items() if not name.endswith("_reader")}
+    readers = reader_rule.stack_readers(config, layers, last)
+    depth = _Depth(config, policy)
+    rule = jax.custom_vjp(lambda *args: depth.forward(*args)[0])
+    rule.defvjp(depth.forward, depth.backward)
+    result: jax.Array = rule(sublayers, readers, embedding_BTD, context)
+    return result
+
+
+def _pin(buffer_SBTD: jax.Array) -> jax.Array:
+    return nn.with_logical_constraint(buffer_SBTD, (None, "batch", "length", "embed"))
+
+
+def _stack(*parts: jax.Array) -> jax.Array:
+    return jnp.stack(parts)
+
+
+class _Depth:
+    """Forward and backward pass of the rule for one model."""
+
+    def __init__(self, config: FrozenConfigDict, policy: Any):
+        self.config, self.policy = config, policy
+        self.row = variants.VARIANTS[config.residual.variant]
+        self.view = reader_rule.view(config)
+        self.wide = statistics_dtype(config.dtype)
+        self.summed = self.row.stream == "accumulate" and self.row.appends == "output"
+
+    def forward(
+        self, sublayers: Params, readers: Readers, embedding_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, Any]:
+        """The input of the final norm, and what the backward pass reads."""
+        L, R = self.config.num_layers, len(self.view.end_R)
+        buffer = jnp.zeros((1 + R, *embedding_BTD.shape), embedding_BTD.dtype)
+        buffer = _pin(buffer.at[0].set(embedding_BTD))
+        table = self._append(self._empty_table(buffer), embedding_BTD[None], readers, 0)
+        stream = None if self.row.stream == "discard" else embedding_BTD
+
+        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+            buffer, table, stream = carry
+            params, layer = xs
+            params = unflat(params, sublayers)
+            parts = self._parts(buffer, table, readers, layer, None)
+            made: list[Any] = []
+            stats, kept = [], []
+            for k, kind in enumerate(variants.SUBLAYERS):
+                number = 2 * layer + k
+                x, own = self._read(number, parts[k], readers.at(number, 1), made, stream)
+                y, residuals = self._apply(kind, params, x, context)
+                stream = None if stream is None else stream + y
+                made.append(y if self.row.appends == "output" else stream)
+                stats.append(own)
+                kept.append(residuals)
+            # Nothing may read the buffer once it is written to: it would be copied.
+            buffer, made = lax.optimization_barrier((buffer, made))
+            values = jnp.stack(made)
+            table = self._append(table, values, readers, 1 + 2 * layer)
+            buffer = _pin(lax.dynamic_update_slice_in_dim(buffer, values, 1 + 2 * layer, 0))
+            return (buffer, table, stream), (jax.tree.map(_stack, *stats), kept)
+
+        xs = (jax.tree.map(functools.partial(flat, self.config), sublayers), jnp.arange(L))
+        (buffer, table, stream), (stats, kept) = lax.scan(body, (buffer, table, stream), xs)
+        stats = jax.tree.map(lambda s: s.reshape(2 * L, *s.shape[2:]), stats)
+        if self.row.final_read:
+            part = self._last_part(buffer, table, readers)
+            last = Stats(part.top_BT, part.sum_BT)
+            stats = jax.tree.map(lambda s, own: jnp.concatenate([s, own[None]]), stats, last)
+            stream = reader_rule.mix_of(part, 1).astype(self.config.dtype)
+        return stream, (sublayers, readers, context, Saved(buffer, stats, kept))
+
+    def backward(self, residuals: Any, d_out_BTD: jax.Array) -> tuple[Any, ...]:
+        """Gradients of the arguments of `forward`."""
+        sublayers, readers, context, (buffer, stats, kept) = residuals
+        L = self.config.num_layers
+        table = self._table_of(buffer, readers)
+        stream = jnp.sum(buffer[: 1 + 2 * L].astype(self.wide), axis=0) if self.summed else None
+        d_stream = None if self.row.stream == "discard" else d_out_BTD.astype(self.wide)
+        back = Back(jnp.zeros_like(stats.top_RBT), jax.tree.map(jnp.zeros_like, readers))
+        if self.row.final_read:
+            mix = reader_rule.mix_of(self._last_part(buffer, table, readers), 1)
+            c_BT = jnp.sum(mix * d_out_BTD.astype(self.wide), axis=-1)
+            back = back._replace(c_RBT=back.c_RBT.at[-1].set(c_BT))
+            buffer = _pin(buffer.at[-1].set(d_out_BTD.astype(buffer.dtype)))
+            d_stream = None if d_stream is None else jnp.zeros_like(d_stream)
+
+        def body(carry: Any, xs: Any) -> tuple[Any, Params]:
+            buffer, stream, d_stream, back = carry
+            params, layer, kept = xs
+            params = unflat(params, sublayers)
+            slot = 1 + 2 * layer
+            values = lax.dynamic_slice_in_dim(buffer, slot, 2).astype(self.wide)
+            d_values, back = self._gather(buffer, values, slot, readers, stats, back)
+            parts = self._parts(buffer, table, readers, layer, stats.top_RBT)
+            streams, stream = self._streams(buffer, values, slot, stream)
+            d_params: Params = {}
+            d_mixes: list[Any] = [None, None]
+            for k in (1, 0):
+                kind, number = variants.SUBLAYERS[k], 2 * layer + k
+                made, top = [v for v in values[:k]], stats.top_RBT[number]
+                x, pull_read, own = self._read_again(
+                    number, parts[k], readers.at(number, 1), made, streams[k], top
+                )
+                d_y = d_values[k] if d_stream is None else d_values[k] + d_stream
+                pull = self._derivative(kind, params, x, context, kept[k])
+                d_own, d_x = pull(d_y.astype(self.config.dtype))
+                d_sum, d_reader, d_made, d_read, d_mixes[k] = pull_read(d_x)
+                d_params |= d_own
+                if d_stream is not None:
+                    d_stream = (d_stream if self.row.appends == "output" else d_y) + d_read
+                if made:
+                    d_values[0] += d_made[0]
+                back = back.add(number, d_reader, -own.sum_RBT * d_sum)
+            written = jnp.stack(d_mixes).astype(buffer.dtype)
+            buffer, written = lax.optimization_barrier((buffer, written))
+            buffer = _pin(lax.dynamic_update_slice_in_dim(buffer, written, slot, 0))
+            return (buffer, stream, d_stream, back), d_params
+
+        carry = (buffer, stream, d_stream, back)
+        xs = (jax.tree.map(functools.partial(flat, self.config), sublayers), jnp.arange(L), kept)
+        (buffer, _, d_stream, back), d_layers = lax.scan(body, carry, xs, reverse=True)
+        d_embedding = jnp.zeros((), self.wide) if d_stream is None else d_stream
+        if self.row.seeded:
+            first = buffer[:1].astype(self.wide)
+            d_first, back = self._gather(buffer, first, 0, readers, stats, back)
+            d_embedding += d_first[0]
+        d_layers = jax.tree.map(lambda d, p: d.reshape(p.shape), d_layers, sublayers)
+        return d_layers, back.d_readers, d_embedding.astype(buffer.dtype), None
+
+    def _read(
+        self,
+        number: Any,
+        part: Part,
+        reader: Readers,
+        made: list[Any],
+        stream: Any,
+        top: Any = None,
+        more: Any = 0.0,
+    ) -> tuple[jax.Array, Stats]:
+        """What a sublayer reads: the sums over the buffer, and what came after it."""
+        eps, count = self.config.norm_eps, jnp.asarray(self.view.count_R)[number]
+        values = [] if reader.null_RD is None else [reader.null_RD[None]]
+        values += made + ([stream] if self.row.live == "always" else [])
+        # A single source has weight 1 whatever its logit.
+        logits = [
+            jnp.where(count > 1, reader_rule.source_logit(value, reader, eps), 0.0)
+            for value in values
+        ]
+        part = reader_rule.join(part, list(zip(values, logits, strict=True)), top)
+        mix = reader_rule.mix_of(part, count) + more
+        x = residual.sublayer_input(self.config, stream, mix, reader.gate_R)
+        return x, Stats(part.top_BT, jnp.where(count > 0, part.sum_BT, 1.0))
+
+    def _read_again(
+        self, number: Any, part: Part, reader: Readers, made: Any, stream: Any, top: Any
+    ) -> tuple[Any, ...]:
+        """`_read`, its derivative by (sum of the part, reader, made, stream, mix), its stats."""
+
+        def read(sum_BT: jax.Array, reader: Readers, made: Any, stream: Any, more: Any) -> Any:
+            own = part._replace(sum_BT=sum_BT)
+            return self._read(number, own, reader, made, stream, top, more)
+
+        args = (part.sum_BT, reader, made, stream, jnp.zeros_like(part.mix_BTD))
+        return jax.vjp(read, *args, has_aux=True)
+
+    def _function(self, kind: str) -> Any:
+        def function(params: Params, x: jax.Array, context: Context) -> jax.Array:
+            return apply_sublayer(self.config, params, kind, x, context)
+
+        if self.policy is None:
+            return function
+        return jax.checkpoint(function, policy=self.policy, prevent_cse=False)
+
+    def _apply(self, kind: str, params: Params, x: jax.Array, context: Context) -> Any:
+        """A sublayer's output, and what is kept of it."""
+        if self.config.remat == "full":
+            return apply_sublayer(self.config, params, kind, x, context), None
+        return kept_lib.differentiate(self._function(kind), (_own(params, kind), x), context)
+
+    def _derivative(self, kind: str, params: Params, x: jax.Array, context: Context, kept: Any):
+        args = (_own(params, kind), x)
+        if kept is None:
+            return jax.vjp(lambda p, x: apply_sublayer(self.config, p, kind, x, context), *args)[1]
+        return kept_lib.load(kept, args, context)
+
+    def _streams(self, buffer: Any, values: Any, slot: Any, stream: Any) -> tuple[list[Any], Any]:
+        """The streams at the two sublayers of a layer, and the sum at its start."""
+        if self.row.stream == "discard":
+            return [None, None], None
+        if not self.summed:
+            before = lax.dynamic_index_in_dim(buffer, slot - 1, 0, keepdims=False)
+            return [before, values[0].astype(before.dtype)], None
+        between = stream - values[1]
+        stream = between - values[0]
+        return [stream.astype(buffer.dtype), between.astype(buffer.dtype)], stream
+
+    def _empty_table(self, buffer: jax.Array) -> Any:
+        """Where the logits of all readers on all slots go, [S, R, B, T]; None if not wanted."""
+        if self.config.residual.kernel == "direct":
+            return None
+        shape = (len(buffer), len(self.view.end_R), *buffer.shape[1:3])
+        return jnp.zeros(shape, self.wide)
+
+    def _append(self, table: Any, values: jax.Array, readers: Readers, slot: Any) -> Any:
+        """Writes the logits of all readers on new sources."""
+        if table is None:
+            return None
+        rows = self._logits(values, readers)
+        rows = nn.with_logical_constraint(jnp.swapaxes(rows, 0, 1), (None, None, "batch", "length"))
+        return lax.dynamic_update_slice_in_dim(table, rows, slot, 0)
+
+    def _logits(self, values: jax.Array, readers: Readers) -> jax.Array:
+        return logits_of_readers(values, readers.query_RD, readers.gain_RD, self.config.norm_eps)
+
+    def _table_of(self, buffer: jax.Array, readers: Readers) -> Any:
+        if self.config.residual.kernel == "direct":
+            return None
+        return lax.map(lambda value: self._logits(value[None], readers)[:, 0], buffer)
+
+    def _parts(
+        self, buffer: jax.Array, table: Any, readers: Readers, layer: Any, tops: Any
+    ) -> list[Part]:
+        """Sums of the two readers of a layer over what was written before it."""
+        slot, slots = 1 + 2 * layer, jnp.arange(len(buffer))
+        sees = reader_rule.sees(self.view, slot - 1 + jnp.arange(2), slots) & (slots < slot)
+        top = None if tops is None else lax.dynamic_slice_in_dim(tops, slot - 1, 2)
+        logits = self._rows(buffer, table, readers, slot - 1, 2)
+        return reader_rule.passes(buffer, logits, sees, top, self.config.residual.centered)
+
+    def _last_part(self, buffer: jax.Array, table: Any, readers: Readers) -> Part:
+        """Sums of the model's last reader over all sources."""
+        number, slots = len(self.view.end_R) - 1, jnp.arange(len(buffer))
+        sees = reader_rule.sees(self.view, jnp.array([number]), slots)
+        logits = self._rows(buffer, table, readers, number, 1)
+        return reader_rule.passes(buffer, logits, sees, None, False)[0]
+
+    def _rows(self, buffer: Any, table: Any, readers: Readers, first: Any, count: int) -> jax.Array:
+        """The logits of some readers on all slots, [count, S, B, T]."""
+        if table is None:
+            return self._logits(buffer, readers.at(first, count))
+        return jnp.swapaxes(lax.dynamic_slice_in_dim(table, first, count, 1), 0, 1)
+
+    def _gather(
+        self, buffer: Any, values: Any, slot: Any, readers: Readers, stats: Stats, back: Back
+    ) -> tuple[list[jax.Array], Back]:
+        """Gradients of the sources from `slot` on, from the readers of later layers."""
+        number = jnp.arange(len(self.view.end_R))
+        sees = reader_rule.sees(self.view, number, slot + jnp.arange(len(values)))
+        sees &= (number + 1 >= slot + len(values))[:, None]
+        d_values, d_query, d_gain = reader_rule.gather(
+            buffer,
+            values,
+            sees,
+            readers,
+            stats,
+            self.view.count_R,
+            back.c_RBT,
+            self.config.norm_eps,
+            self.config.residual.centered,
+        )
+        d_readers = back.d_readers._replace(
+            query_RD=back.d_readers.query_RD + d_query, gain_RD=back.d_readers.gain_RD + d_gain
+        )
+        return list(d_values), back._replace(d_readers=d_readers)
+
+
+def _own(params: Params, kind: str) -> Params:
+    return {name: params[name] for name in (f"{kind}_norm", kind)}
