@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.attention": ("auto", "reference", "splash", "cudnn"),
     "model.residual.variant": tuple(variants.VARIANTS),
     "model.residual.gate": ("none", "scalar", "alpha"),
-    "model.residual.kernel": ("auto", "direct", "batched"),
+    "model.residual.kernel": ("auto", "direct", "batched", "pallas"),
     "train.platform": ("", "cpu", "gpu", "tpu"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "optim.decay": ("matrices", "all"),

@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import variants
-from deltares_jax.models.routing_ops import logits_of_readers, mix_all, mix_and_dot
+from deltares_jax.models.routing_ops import logits_of_readers
 
 Params = Any
 
@@ -112,9 +112,19 @@ def sees(view: View, readers: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def passes(
-    buffer_SBTD: jax.Array, logits_RSBT: jax.Array, sees_RS: jax.Array, top_RBT: Any, centered: bool
+    ops: Any,
+    buffer_SBTD: jax.Array,
+    logits_RSBT: jax.Array,
+    sees_RS: jax.Array,
+    span: tuple[Any, Any],
+    top_RBT: Any,
+    centered: bool,
 ) -> list[Part]:
-    """One pass over the buffer for some readers, with their largest logits where those are known."""
+    """One pass over the buffer for some readers, with their largest logits if those are known.
+
+    `ops` is routing_ops or routing_kernels; `span` holds the first slot that is seen, and the last
+    plus 1.
+    """
     masked_RSBT = jnp.where(sees_RS[..., None, None], logits_RSBT, -jnp.inf)
     if top_RBT is None:
         top_RBT = jnp.max(masked_RSBT, axis=1)
@@ -124,7 +134,7 @@ def passes(
     if centered:  # in the same pass, so that equal logits cancel bit for bit
         ones_RSBT = jnp.broadcast_to(sees_RS[..., None, None], u_RSBT.shape).astype(u_RSBT.dtype)
         factors_RSBT = jnp.concatenate([u_RSBT, ones_RSBT])
-    mix_RBTD = mix_all(buffer_SBTD, factors_RSBT)
+    mix_RBTD = ops.mix_all(buffer_SBTD, factors_RSBT, span)
     R = len(logits_RSBT)
     sum_RBT = jnp.sum(u_RSBT, axis=1)
     return [
@@ -175,9 +185,11 @@ def source_logit(value_BTD: jax.Array, reader: Readers, eps: float) -> jax.Array
 
 
 def gather(
+    ops: Any,
     buffer_SBTD: jax.Array,
     values_KBTD: jax.Array,
     sees_RK: jax.Array,
+    span: tuple[Any, Any],
     readers: Readers,
     stats: Stats,
     count_R: np.ndarray,
@@ -188,9 +200,11 @@ def gather(
     """Gradients of sources from the readers whose gradients lie in the buffer, reader j in j + 1.
 
     Args:
+      ops: routing_ops or routing_kernels.
       buffer_SBTD: gradients of the mixes of the readers for which `sees_RK` holds.
       values_KBTD: the sources.
       sees_RK: which reader sees which of them.
+      span: the first slot of such gradients, and the last plus 1.
       readers: parameters of all readers.
       stats: of all readers.
       count_R: how many sources a reader has.
@@ -216,7 +230,8 @@ def gather(
         factors_RKBT = (count * u_RKBT - sum_R1BT) / (count * sum_R1BT)
         factors_RKBT = jnp.where(sees_RK[..., None, None], factors_RKBT, 0.0)
     factors_KSBT = jnp.pad(jnp.swapaxes(factors_RKBT, 0, 1), ((0, 0), (1, 0), (0, 0), (0, 0)))
-    mixed_KBTD, dots_KSBT = mix_and_dot(buffer_SBTD, factors_KSBT, values_KBTD)
+    others_KBTD = values_KBTD.astype(buffer_SBTD.dtype)
+    mixed_KBTD, dots_KSBT = ops.mix_and_dot(buffer_SBTD, factors_KSBT, others_KBTD, span)
     d_factors_RKBT = jnp.swapaxes(dots_KSBT[:, 1:], 0, 1)
     d_logits_RKBT = weights_RKBT * (d_factors_RKBT - c_RBT[:, None])
     d_logits_RKBT = jnp.where(sees_RK[..., None, None] & (count_R111 > 1), d_logits_RKBT, 0.0)

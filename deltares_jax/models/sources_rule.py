@@ -28,7 +28,7 @@ from jax import lax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import kept as kept_lib
-from deltares_jax.models import reader_rule, residual, variants
+from deltares_jax.models import reader_rule, residual, routing_kernels, routing_ops, variants
 from deltares_jax.models.block_rule import flat, unflat
 from deltares_jax.models.layers import Context, apply_sublayer
 from deltares_jax.models.reader_rule import Part, Readers, Stats
@@ -106,6 +106,7 @@ class _Depth:
         self.row = variants.VARIANTS[config.residual.variant]
         self.view = reader_rule.view(config)
         self.wide = statistics_dtype(config.dtype)
+        self.ops: Any = routing_kernels if config.residual.kernel == "pallas" else routing_ops
         self.summed = self.row.stream == "accumulate" and self.row.appends == "output"
 
     def forward(
@@ -306,14 +307,17 @@ class _Depth:
         sees = reader_rule.sees(self.view, slot - 1 + jnp.arange(2), slots) & (slots < slot)
         top = None if tops is None else lax.dynamic_slice_in_dim(tops, slot - 1, 2)
         logits = self._rows(buffer, table, readers, slot - 1, 2)
-        return reader_rule.passes(buffer, logits, sees, top, self.config.residual.centered)
+        span = (self.view.first, slot)
+        centered = self.config.residual.centered
+        return reader_rule.passes(self.ops, buffer, logits, sees, span, top, centered)
 
     def _last_part(self, buffer: jax.Array, table: Any, readers: Readers) -> Part:
         """Sums of the model's last reader over all sources."""
         number, slots = len(self.view.end_R) - 1, jnp.arange(len(buffer))
         sees = reader_rule.sees(self.view, jnp.array([number]), slots)
         logits = self._rows(buffer, table, readers, number, 1)
-        return reader_rule.passes(buffer, logits, sees, None, False)[0]
+        span = (self.view.first, number + 1)
+        return reader_rule.passes(self.ops, buffer, logits, sees, span, None, False)[0]
 
     def _rows(self, buffer: Any, table: Any, readers: Readers, first: Any, count: int) -> jax.Array:
         """The logits of some readers on all slots, [count, S, B, T]."""
@@ -329,9 +333,11 @@ class _Depth:
         sees = reader_rule.sees(self.view, number, slot + jnp.arange(len(values)))
         sees &= (number + 1 >= slot + len(values))[:, None]
         d_values, d_query, d_gain = reader_rule.gather(
+            self.ops,
             buffer,
             values,
             sees,
+            (slot + len(values), len(buffer)),
             readers,
             stats,
             self.view.count_R,
