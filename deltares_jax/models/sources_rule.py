@@ -94,6 +94,14 @@ def _pin(buffer_SBTD: jax.Array) -> jax.Array:
     return nn.with_logical_constraint(buffer_SBTD, (None, "batch", "length", "embed"))
 
 
+def _put(buffer_SBTD: jax.Array, values: list[jax.Array], slot: Any) -> jax.Array:
+    """Writes values, [B, T, D] each, from a slot on."""
+    for k, value_BTD in enumerate(values):
+        value_BTD = value_BTD.astype(buffer_SBTD.dtype)
+        buffer_SBTD = lax.dynamic_update_index_in_dim(buffer_SBTD, value_BTD, slot + k, 0)
+    return _pin(buffer_SBTD)
+
+
 def _stack(*parts: jax.Array) -> jax.Array:
     return jnp.stack(parts)
 
@@ -136,9 +144,9 @@ class _Depth:
                 kept.append(residuals)
             # Nothing may read the buffer once it is written to: it would be copied.
             buffer, made = lax.optimization_barrier((buffer, made))
-            values = jnp.stack(made)
-            table = self._append(table, values, readers, 1 + 2 * layer)
-            buffer = _pin(lax.dynamic_update_slice_in_dim(buffer, values, 1 + 2 * layer, 0))
+            for k, value in enumerate(made):
+                table = self._append(table, value[None], readers, 1 + 2 * layer + k)
+            buffer = _put(buffer, made, 1 + 2 * layer)
             return (buffer, table, stream), (jax.tree.map(_stack, *stats), kept)
 
         xs = (jax.tree.map(functools.partial(flat, self.config), sublayers), jnp.arange(L))
@@ -193,9 +201,8 @@ class _Depth:
                 if made:
                     d_values[0] += d_made[0]
                 back = back.add(number, d_reader, -own.sum_RBT * d_sum)
-            written = jnp.stack(d_mixes).astype(buffer.dtype)
-            buffer, written = lax.optimization_barrier((buffer, written))
-            buffer = _pin(lax.dynamic_update_slice_in_dim(buffer, written, slot, 0))
+            buffer, d_mixes = lax.optimization_barrier((buffer, d_mixes))
+            buffer = _put(buffer, d_mixes, slot)
             return (buffer, stream, d_stream, back), d_params
 
         carry = (buffer, stream, d_stream, back)
@@ -230,7 +237,8 @@ class _Depth:
         ]
         part = reader_rule.join(part, list(zip(values, logits, strict=True)), top)
         mix = reader_rule.mix_of(part, count) + more
-        x = residual.sublayer_input(self.config, stream, mix, reader.gate_R)
+        gate = None if reader.gate_R is None else reader.gate_R[0]
+        x = residual.sublayer_input(self.config, stream, mix, gate)
         return x, Stats(part.top_BT, jnp.where(count > 0, part.sum_BT, 1.0))
 
     def _read_again(
@@ -304,7 +312,7 @@ class _Depth:
     ) -> list[Part]:
         """Sums of the two readers of a layer over what was written before it."""
         slot, slots = 1 + 2 * layer, jnp.arange(len(buffer))
-        sees = reader_rule.sees(self.view, slot - 1 + jnp.arange(2), slots) & (slots < slot)
+        sees = reader_rule.sees(self.view, slot - 1 + jnp.arange(2), slots) & (slots < slot)[None]
         top = None if tops is None else lax.dynamic_slice_in_dim(tops, slot - 1, 2)
         logits = self._rows(buffer, table, readers, slot - 1, 2)
         span = (self.view.first, slot)

@@ -6,9 +6,9 @@ How cycles are counted:
   copies, …). `compute` is their sum: a loop's body counts once per trip, a conditional as its
   dearest branch, what is inside a fusion not again.
 - Pallas kernels carry no estimate. Those of attention are priced by a table, see
-  `hlo_work.attention_cycles`; the others cost nothing in these sums, are named in
-  `unpriced_kernels`, and `unpriced_cycles` is what they need at least: their bytes over the
-  bandwidth of the memory.
+  `hlo_work.attention_cycles`; the others cost nothing in these sums, and `unpriced_cycles` is what
+  they need at least: bytes over the bandwidth of the memory. The bytes are those that the kernel
+  states; where it states none, it is named in `unpriced_kernels`, and all its operands count.
 - Collectives and asynchronous copies carry none either. `overlapped` replays the schedule with a
   clock: priced operations advance it, the start of a transfer books its bytes on a link, the
   matching end waits for it; a transfer that is not split in two blocks. `serial` is everything
@@ -179,8 +179,10 @@ class _Walk:
         self.cost.kernels[name] += times
         cycles = hlo_work.attention_cycles(name, operands, self.chip) if self.chip else None
         if cycles is None:
-            self.cost.unpriced_kernels.add(name)
-            moved = sum(map(array_bytes, [*operands, *arrays(op.shape)]))
+            moved = hlo_work.stated_bytes(op)
+            if moved is None:
+                self.cost.unpriced_kernels.add(name)
+                moved = sum(map(array_bytes, [*operands, *arrays(op.shape)]))
             if not hlo_work.is_attention(name):
                 self.cost.unpriced_cycles += times * self._memory_cycles(moved)
             cycles = 0.0

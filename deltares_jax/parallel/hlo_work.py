@@ -127,6 +127,12 @@ def dma_bytes(op: Op) -> float:
     return min(map(array_bytes, moved), default=0)
 
 
+def stated_bytes(kernel: Op) -> float | None:
+    """Bytes that a Pallas kernel says it moves (its `cost_estimate`); None if it does not."""
+    stated = kernel.find(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
+    return float(stated) if stated else None
+
+
 def is_attention(kernel: str) -> bool:
     """Whether a kernel of this name computes attention."""
     return any(word in kernel.lower() for word in ("splash", "flash", "attention", "mha"))
