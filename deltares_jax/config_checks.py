@@ -198,9 +198,17 @@ def _residual(flat: Flat) -> None:
             "model.residual.centered=True with model.residual.gate=alpha never trains: the "
             "gradients of both are 0 at the start; use gate=none or gate=scalar"
         )
-    if flat["model.residual.kernel"] == "batched" and row.grows == "never":
+    kernel, grows = flat["model.residual.kernel"], {"batched": {"block", "sublayer"}}
+    grows["pallas"] = {"sublayer"}
+    if row.grows not in grows.get(kernel, {row.grows}):
+        takers = ", ".join(n for n, r in variants.VARIANTS.items() if r.grows in grows[kernel])
         raise ValueError(
-            f"model.residual.kernel=batched has no effect on {name}, which routes nothing"
+            f"model.residual.kernel={kernel} is not defined for {name}; it goes with {takers}"
+        )
+    if row.grows == "sublayer" and flat["model.remat"] == "offload":
+        raise ValueError(
+            f"model.remat=offload moves the inputs of layers; {name} keeps sources instead, and "
+            "reads them in every layer; use model.remat=full"
         )
     if flat["model.scan"] == "boundaries" and flat["model.remat"] != "full":
         raise ValueError(

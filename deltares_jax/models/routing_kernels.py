@@ -16,7 +16,6 @@ B batch, T sequence, D width, S slots, R readers.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -25,6 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from deltares_jax.models import variants
 
 _LANES = 128
 _ROWS = 16  # of the width that stay in registers; bfloat16 is packed by 16
@@ -35,15 +36,30 @@ _FAST_MEMORY = 24 << 20
 INTERPRET = False  # runs the kernels as plain XLA, where there is no TPU
 
 
-def refusal(seq_len: int, width: int, dtype: str) -> str:
-    """Why the kernels cannot take rows of `seq_len` tokens a device; empty if they can."""
-    if dtype == "float64":
-        return "model.dtype=float64, they need bfloat16 or float32"
-    if width % _ROWS:
-        return f"model.width={width}, they need a multiple of {_ROWS}"
-    if seq_len % _LANES:
-        return f"{seq_len} tokens of a row on a device, they need a multiple of {_LANES}"
-    return ""
+def choose(model: Any, platform: str, row_tokens: int) -> str:
+    """What `model.residual.kernel` means on a platform, on rows of so many tokens a device.
+
+    `auto` is these kernels on TPU where sources grow with every sublayer and the shape allows it,
+    else `batched` where there is routing.
+
+    Raises:
+      ValueError: they are asked for, and cannot run there or on that shape.
+    """
+    name, grows = model.residual.kernel, variants.VARIANTS[model.residual.variant].grows
+    if name not in ("auto", "pallas") or grows == "never":
+        return name
+    reason = ""
+    if platform != "tpu":
+        reason = f"platform {platform}, it needs tpu"
+    elif model.dtype == "float64":
+        reason = "model.dtype=float64, it needs bfloat16 or float32"
+    elif model.width % _ROWS:
+        reason = f"model.width={model.width}, it needs a multiple of {_ROWS}"
+    elif row_tokens % _LANES:
+        reason = f"{row_tokens} tokens of a row on a device, it needs a multiple of {_LANES}"
+    if name == "pallas" and reason:
+        raise ValueError(f"model.residual.kernel=pallas does not go with {reason}")
+    return "batched" if reason or grows == "block" else "pallas"
 
 
 def mix_all(buffer_SBTD: jax.Array, factors_RSBT: jax.Array, span: Any) -> jax.Array:
@@ -72,7 +88,7 @@ def _run(buffer_SBTD: jax.Array, factors_RSBT: jax.Array, others_RBTD: Any, span
         call = jax.shard_map(
             call,
             in_specs=(whole, *[along] * len(arrays)),
-            out_specs=[along] * (len(arrays) - 1),
+            out_specs=(along,) * (len(arrays) - 1),
             check_vma=False,
         )
     results = call(bounds_2, *arrays)
@@ -85,7 +101,7 @@ def _local(
     factors_RBST: jax.Array,
     *others_RBDT: jax.Array,
     interpret: bool,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """As `_run`, of one device, in the kernel's order of axes."""
     S, B, D, T = buffer_SBDT.shape
     R = len(factors_RBST)
@@ -93,7 +109,7 @@ def _local(
     itemsize = buffer_SBDT.dtype.itemsize
     tile = max([n for n in fits if n * D * itemsize <= _TILE_BYTES], default=fits[0])
 
-    def slot(place: int) -> Callable[..., Any]:
+    def slot(place: int) -> Any:
         def index(b: Any, t: Any, step: Any, bounds: Any) -> Any:
             # Past the span the last slot again: what is there already is not fetched.
             number = jnp.minimum(bounds[0] + step * _SLOTS + place, bounds[1] - 1)
@@ -106,7 +122,7 @@ def _local(
 
     shapes = [jax.ShapeDtypeStruct((R, B, n, T), jnp.float32) for n in (D, S)]
     dots = len(others_RBDT)
-    return pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(_kernel, bool(dots)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -123,6 +139,7 @@ def _local(
         name="route_and_dot" if dots else "route",
         interpret=interpret,
     )(bounds_2, *[buffer_SBDT] * _SLOTS, factors_RBST, *others_RBDT)
+    return tuple(results)
 
 
 def _cost(S: int, R: int, size: int, itemsize: int, dots: int) -> pl.CostEstimate:
@@ -137,6 +154,8 @@ def _cost(S: int, R: int, size: int, itemsize: int, dots: int) -> pl.CostEstimat
 
 def _kernel(has_dots: bool, bounds: Any, *refs: Any) -> None:
     slots, (factors, *rest) = refs[:_SLOTS], refs[_SLOTS:]
+    others: Any
+    dots: Any
     others, mixes, dots = rest if has_dots else (None, rest[0], None)
     step = pl.program_id(2)
     R, _, D, tile = mixes.shape

@@ -28,11 +28,12 @@ from jax import lax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import kept as kept_lib
-from deltares_jax.models import reader_rule, residual, routing_kernels, routing_ops, variants
+from deltares_jax.models import reader_rule, residual, variants
 from deltares_jax.models.block_rule import flat, unflat
 from deltares_jax.models.layers import Context, apply_sublayer
 from deltares_jax.models.reader_rule import Part, Readers, Stats
-from deltares_jax.models.routing_ops import logits_of_readers, statistics_dtype
+from deltares_jax.models.routing_ops import statistics_dtype
+from deltares_jax.models.source_passes import Back, Passes
 
 Params = Any
 
@@ -47,20 +48,6 @@ class Saved(NamedTuple):
     buffer_SBTD: jax.Array
     stats: Stats
     kept: Any
-
-
-class Back(NamedTuple):
-    """What the backward pass collects of all readers: d_mix · softmax mix, and their gradients."""
-
-    c_RBT: jax.Array
-    d_readers: Readers
-
-    def add(self, number: Any, d_reader: Readers, c_BT: jax.Array) -> "Back":
-        """Adds what one reader's own sources give."""
-        d_readers = jax.tree.map(
-            lambda total, one: total.at[number].add(one[0]), self.d_readers, d_reader
-        )
-        return Back(self.c_RBT.at[number].set(c_BT), d_readers)
 
 
 def run(
@@ -114,7 +101,7 @@ class _Depth:
         self.row = variants.VARIANTS[config.residual.variant]
         self.view = reader_rule.view(config)
         self.wide = statistics_dtype(config.dtype)
-        self.ops: Any = routing_kernels if config.residual.kernel == "pallas" else routing_ops
+        self.passes = Passes(config, self.view)
         self.summed = self.row.stream == "accumulate" and self.row.appends == "output"
 
     def forward(
@@ -124,14 +111,14 @@ class _Depth:
         L, R = self.config.num_layers, len(self.view.end_R)
         buffer = jnp.zeros((1 + R, *embedding_BTD.shape), embedding_BTD.dtype)
         buffer = _pin(buffer.at[0].set(embedding_BTD))
-        table = self._append(self._empty_table(buffer), embedding_BTD[None], readers, 0)
+        table = self.passes.append(self.passes.empty_table(buffer), embedding_BTD[None], readers, 0)
         stream = None if self.row.stream == "discard" else embedding_BTD
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
             buffer, table, stream = carry
             params, layer = xs
             params = unflat(params, sublayers)
-            parts = self._parts(buffer, table, readers, layer, None)
+            parts = self.passes.parts(buffer, table, readers, layer, None)
             made: list[Any] = []
             stats, kept = [], []
             for k, kind in enumerate(variants.SUBLAYERS):
@@ -145,7 +132,7 @@ class _Depth:
             # Nothing may read the buffer once it is written to: it would be copied.
             buffer, made = lax.optimization_barrier((buffer, made))
             for k, value in enumerate(made):
-                table = self._append(table, value[None], readers, 1 + 2 * layer + k)
+                table = self.passes.append(table, value[None], readers, 1 + 2 * layer + k)
             buffer = _put(buffer, made, 1 + 2 * layer)
             return (buffer, table, stream), (jax.tree.map(_stack, *stats), kept)
 
@@ -153,22 +140,23 @@ class _Depth:
         (buffer, table, stream), (stats, kept) = lax.scan(body, (buffer, table, stream), xs)
         stats = jax.tree.map(lambda s: s.reshape(2 * L, *s.shape[2:]), stats)
         if self.row.final_read:
-            part = self._last_part(buffer, table, readers)
+            part = self.passes.last_part(buffer, table, readers)
             last = Stats(part.top_BT, part.sum_BT)
             stats = jax.tree.map(lambda s, own: jnp.concatenate([s, own[None]]), stats, last)
             stream = reader_rule.mix_of(part, 1).astype(self.config.dtype)
+        assert stream is not None
         return stream, (sublayers, readers, context, Saved(buffer, stats, kept))
 
     def backward(self, residuals: Any, d_out_BTD: jax.Array) -> tuple[Any, ...]:
         """Gradients of the arguments of `forward`."""
         sublayers, readers, context, (buffer, stats, kept) = residuals
         L = self.config.num_layers
-        table = self._table_of(buffer, readers)
+        table = self.passes.table_of(buffer, readers)
         stream = jnp.sum(buffer[: 1 + 2 * L].astype(self.wide), axis=0) if self.summed else None
         d_stream = None if self.row.stream == "discard" else d_out_BTD.astype(self.wide)
         back = Back(jnp.zeros_like(stats.top_RBT), jax.tree.map(jnp.zeros_like, readers))
         if self.row.final_read:
-            mix = reader_rule.mix_of(self._last_part(buffer, table, readers), 1)
+            mix = reader_rule.mix_of(self.passes.last_part(buffer, table, readers), 1)
             c_BT = jnp.sum(mix * d_out_BTD.astype(self.wide), axis=-1)
             back = back._replace(c_RBT=back.c_RBT.at[-1].set(c_BT))
             buffer = _pin(buffer.at[-1].set(d_out_BTD.astype(buffer.dtype)))
@@ -180,8 +168,8 @@ class _Depth:
             params = unflat(params, sublayers)
             slot = 1 + 2 * layer
             values = lax.dynamic_slice_in_dim(buffer, slot, 2).astype(self.wide)
-            d_values, back = self._gather(buffer, values, slot, readers, stats, back)
-            parts = self._parts(buffer, table, readers, layer, stats.top_RBT)
+            d_values, back = self.passes.gather(buffer, values, slot, readers, stats, back)
+            parts = self.passes.parts(buffer, table, readers, layer, stats.top_RBT)
             streams, stream = self._streams(buffer, values, slot, stream)
             d_params: Params = {}
             d_mixes: list[Any] = [None, None]
@@ -211,7 +199,7 @@ class _Depth:
         d_embedding = jnp.zeros((), self.wide) if d_stream is None else d_stream
         if self.row.seeded:
             first = buffer[:1].astype(self.wide)
-            d_first, back = self._gather(buffer, first, 0, readers, stats, back)
+            d_first, back = self.passes.gather(buffer, first, 0, readers, stats, back)
             d_embedding += d_first[0]
         d_layers = jax.tree.map(lambda d, p: d.reshape(p.shape), d_layers, sublayers)
         return d_layers, back.d_readers, d_embedding.astype(buffer.dtype), None
@@ -267,7 +255,9 @@ class _Depth:
             return apply_sublayer(self.config, params, kind, x, context), None
         return kept_lib.differentiate(self._function(kind), (_own(params, kind), x), context)
 
-    def _derivative(self, kind: str, params: Params, x: jax.Array, context: Context, kept: Any):
+    def _derivative(
+        self, kind: str, params: Params, x: jax.Array, context: Context, kept: Any
+    ) -> Any:
         args = (_own(params, kind), x)
         if kept is None:
             return jax.vjp(lambda p, x: apply_sublayer(self.config, p, kind, x, context), *args)[1]
@@ -283,80 +273,6 @@ class _Depth:
         between = stream - values[1]
         stream = between - values[0]
         return [stream.astype(buffer.dtype), between.astype(buffer.dtype)], stream
-
-    def _empty_table(self, buffer: jax.Array) -> Any:
-        """Where the logits of all readers on all slots go, [S, R, B, T]; None if not wanted."""
-        if self.config.residual.kernel == "direct":
-            return None
-        shape = (len(buffer), len(self.view.end_R), *buffer.shape[1:3])
-        return jnp.zeros(shape, self.wide)
-
-    def _append(self, table: Any, values: jax.Array, readers: Readers, slot: Any) -> Any:
-        """Writes the logits of all readers on new sources."""
-        if table is None:
-            return None
-        rows = self._logits(values, readers)
-        rows = nn.with_logical_constraint(jnp.swapaxes(rows, 0, 1), (None, None, "batch", "length"))
-        return lax.dynamic_update_slice_in_dim(table, rows, slot, 0)
-
-    def _logits(self, values: jax.Array, readers: Readers) -> jax.Array:
-        return logits_of_readers(values, readers.query_RD, readers.gain_RD, self.config.norm_eps)
-
-    def _table_of(self, buffer: jax.Array, readers: Readers) -> Any:
-        if self.config.residual.kernel == "direct":
-            return None
-        return lax.map(lambda value: self._logits(value[None], readers)[:, 0], buffer)
-
-    def _parts(
-        self, buffer: jax.Array, table: Any, readers: Readers, layer: Any, tops: Any
-    ) -> list[Part]:
-        """Sums of the two readers of a layer over what was written before it."""
-        slot, slots = 1 + 2 * layer, jnp.arange(len(buffer))
-        sees = reader_rule.sees(self.view, slot - 1 + jnp.arange(2), slots) & (slots < slot)[None]
-        top = None if tops is None else lax.dynamic_slice_in_dim(tops, slot - 1, 2)
-        logits = self._rows(buffer, table, readers, slot - 1, 2)
-        span = (self.view.first, slot)
-        centered = self.config.residual.centered
-        return reader_rule.passes(self.ops, buffer, logits, sees, span, top, centered)
-
-    def _last_part(self, buffer: jax.Array, table: Any, readers: Readers) -> Part:
-        """Sums of the model's last reader over all sources."""
-        number, slots = len(self.view.end_R) - 1, jnp.arange(len(buffer))
-        sees = reader_rule.sees(self.view, jnp.array([number]), slots)
-        logits = self._rows(buffer, table, readers, number, 1)
-        span = (self.view.first, number + 1)
-        return reader_rule.passes(self.ops, buffer, logits, sees, span, None, False)[0]
-
-    def _rows(self, buffer: Any, table: Any, readers: Readers, first: Any, count: int) -> jax.Array:
-        """The logits of some readers on all slots, [count, S, B, T]."""
-        if table is None:
-            return self._logits(buffer, readers.at(first, count))
-        return jnp.swapaxes(lax.dynamic_slice_in_dim(table, first, count, 1), 0, 1)
-
-    def _gather(
-        self, buffer: Any, values: Any, slot: Any, readers: Readers, stats: Stats, back: Back
-    ) -> tuple[list[jax.Array], Back]:
-        """Gradients of the sources from `slot` on, from the readers of later layers."""
-        number = jnp.arange(len(self.view.end_R))
-        sees = reader_rule.sees(self.view, number, slot + jnp.arange(len(values)))
-        sees &= (number + 1 >= slot + len(values))[:, None]
-        d_values, d_query, d_gain = reader_rule.gather(
-            self.ops,
-            buffer,
-            values,
-            sees,
-            (slot + len(values), len(buffer)),
-            readers,
-            stats,
-            self.view.count_R,
-            back.c_RBT,
-            self.config.norm_eps,
-            self.config.residual.centered,
-        )
-        d_readers = back.d_readers._replace(
-            query_RD=back.d_readers.query_RD + d_query, gain_RD=back.d_readers.gain_RD + d_gain
-        )
-        return list(d_values), back._replace(d_readers=d_readers)
 
 
 def _own(params: Params, kind: str) -> Params:

@@ -13,7 +13,7 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
 from deltares_jax.data import pipeline
-from deltares_jax.models import attention
+from deltares_jax.models import attention, routing_kernels
 from deltares_jax.parallel import chips, sharding
 from deltares_jax.parallel import report as report_lib
 from deltares_jax.training import metrics, step
@@ -40,11 +40,16 @@ def set_up_jax(config: FrozenConfigDict) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
 
 
-def for_platform(config: FrozenConfigDict, platform: str) -> FrozenConfigDict:
-    """The config with the attention that `model.attention` means on a platform.
+def for_platform(config: FrozenConfigDict, platform: str, tensor: int = 1) -> FrozenConfigDict:
+    """The config with the attention and the routing kernel that it means on a platform.
+
+    Args:
+      config: from `config.resolve`.
+      platform: of the devices.
+      tensor: into how many parts the rows are cut.
 
     Raises:
-      ValueError: the named attention, or `model.remat=offload`, does not run there.
+      ValueError: what is named, or `model.remat=offload`, does not run there.
     """
     model = config.model
     if model.remat == "offload" and platform == "cpu":
@@ -52,9 +57,11 @@ def for_platform(config: FrozenConfigDict, platform: str) -> FrozenConfigDict:
             "model.remat=offload keeps what it saves in the host's memory, where that of cpu is "
             "already; use model.remat=full"
         )
-    name = attention.choose(model.attention, platform, config.data.seq_len, model.dtype)
     values = config.to_dict()
+    name = attention.choose(model.attention, platform, config.data.seq_len, model.dtype)
     values["model"]["attention"] = name
+    name = routing_kernels.choose(model, platform, config.data.seq_len // tensor)
+    values["model"]["residual"]["kernel"] = name
     return FrozenConfigDict(values)
 
 
@@ -82,7 +89,7 @@ def report(
 def lower_train(config: FrozenConfigDict, mesh: Mesh) -> Any:
     """The train step, lowered for the mesh's devices, which need not be there."""
     state, shardings = abstract_state(config, mesh)
-    config = for_platform(config, mesh.devices.flat[0].platform)
+    config = for_platform(config, mesh.devices.flat[0].platform, mesh.shape["tensor"])
     train = jax.jit(
         functools.partial(step.train_step, config),
         in_shardings=(shardings, sharding.batch_sharding(mesh)),
@@ -96,7 +103,7 @@ def lower_train(config: FrozenConfigDict, mesh: Mesh) -> Any:
 def lower_eval(config: FrozenConfigDict, mesh: Mesh) -> Any:
     """The evaluation step, likewise."""
     state, shardings = abstract_state(config, mesh)
-    config = for_platform(config, mesh.devices.flat[0].platform)
+    config = for_platform(config, mesh.devices.flat[0].platform, mesh.shape["tensor"])
     evaluate = jax.jit(
         functools.partial(step.eval_step, config),
         in_shardings=(shardings.params, sharding.batch_sharding(mesh)),
