@@ -56,6 +56,7 @@ def main() -> int:
         raise ValueError("--topology is missing; for example --topology=v5p:4x4x4")
     if _FIND_BATCH.value and _COMPARE.value:
         raise ValueError("--find_batch and --compare do not go together; take the batch found")
+    printing.need_stdout()
     topology = topology_lib.parse(_TOPOLOGY.value)
     config = config_lib.resolve(flags.FLAGS.config)
     other = _other_recipe(_COMPARE.value) if _COMPARE.value else None

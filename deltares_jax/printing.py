@@ -55,6 +55,12 @@ def say(*lines: str, end: str = "\n") -> None:
             )
 
 
+def need_stdout() -> None:
+    """Ends a command whose result nobody could get, before it is computed."""
+    if sys.__stdout__ is None:
+        raise Stop("stdout is closed, so the result cannot be written", UNEXPECTED)
+
+
 def put(*lines: str) -> None:
     """Prints what a command was started for.
 
@@ -62,8 +68,7 @@ def put(*lines: str) -> None:
       BrokenPipeError: the reader has left.
       Stop: it cannot be written.
     """
-    if sys.__stdout__ is None:
-        raise Stop("stdout is closed, so the result cannot be written", UNEXPECTED)
+    need_stdout()
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
