@@ -72,9 +72,9 @@ def _rule_of_type(message: str) -> str:
         return message
     name, value = match.groups()
     defaults = config_lib.flatten(config_lib.default())
-    is_switch = name in flags.FLAGS and flags.FLAGS[name].flag_type() == "bool"
-    kind = type(defaults.get(name.removeprefix("config."), is_switch))
-    rules = {bool: "true or false", int: "a whole number", float: "a number"}
+    key = name.removeprefix("config.")
+    kind = type(defaults[key]).__name__ if key in defaults else flags.FLAGS[name].flag_type()
+    rules = {"bool": "true or false", "int": "a whole number", "float": "a number"}
     return f"--{name}={value!r} must be {rules[kind]}" if kind in rules else message
 
 
