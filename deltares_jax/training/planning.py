@@ -112,7 +112,7 @@ def make(config: FrozenConfigDict, topology: Topology, say: Say) -> Report:
             f"--config.eval.batch_size={config.eval.batch_size}"
         )
     batch, seq_len = config.train.batch_size, config.data.seq_len
-    duration = "; a 7b takes about two minutes" if topology.chip else ""
+    duration = "; a 7b takes about two minutes, more near the limit" if topology.chip else ""
     say(f"compiling {report['variant']} for {topology}, {batch} × {seq_len} tokens{duration}")
     try:
         compiled = compile_step(config, mesh)
