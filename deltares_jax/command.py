@@ -3,6 +3,7 @@
 import itertools
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from ml_collections import config_flags
 from ml_collections.config_dict.config_dict import ConfigDict
 
 from deltares_jax import config as config_lib
-from deltares_jax import config_checks
+from deltares_jax import config_checks, printing
 from deltares_jax.training.signals import CANNOT_SAVE, NOT_SAVED, Stop
 
 BAD_INPUT = 2
@@ -29,6 +30,19 @@ def recipe_path() -> str:
     """The path that --config was given."""
     flag: Any = flags.FLAGS["config"]
     return flag.config_filename
+
+
+def overrides() -> dict[str, Any]:
+    """Values of the keys that were given as --config.a.b=value."""
+    values: dict[str, Any] = config_flags.get_override_values(flags.FLAGS["config"])
+    return values
+
+
+def check_recipe_path(flag: str, path: str) -> None:
+    """Refuses what is no file."""
+    if not pathlib.Path(path).is_file():
+        what = "no such file, it is a folder" if pathlib.Path(path).is_dir() else "no such file"
+        raise ValueError(f"--{flag}={path}: {what}; recipes are under configs/")
 
 
 def _check_overrides(argv: list[str]) -> None:
@@ -51,6 +65,19 @@ def _first_line(error: BaseException) -> str:
     return " ".join(lines) or type(error).__name__
 
 
+def _rule_of_type(message: str) -> str:
+    """The message on a value that absl cannot convert, with the rule in place of Python's words."""
+    match = re.match(r"flag --([\w.]+)=(.*?): ", message)
+    if not match:
+        return message
+    name, value = match.groups()
+    defaults = config_lib.flatten(config_lib.default())
+    key = name.removeprefix("config.")
+    kind = type(defaults[key]).__name__ if key in defaults else flags.FLAGS[name].flag_type()
+    rules = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+    return f"--{name}={value!r} must be {rules[kind]}" if kind in rules else message
+
+
 def _recipe_paths(argv: list[str]) -> list[str]:
     """The values of --config, given as --config=path or --config path."""
     paths = []
@@ -65,8 +92,7 @@ def _parse(argv: list[str]) -> None:
     _check_overrides(argv)
     paths = _recipe_paths(argv)
     for path in paths:
-        if not pathlib.Path(path).is_file():
-            raise ValueError(f"--config={path}: no such file; recipes are under configs/")
+        check_recipe_path("config", path)
     where = f"--config={paths[-1]}" if paths else "--config"
     try:
         rest = flags.FLAGS(argv)
@@ -77,7 +103,7 @@ def _parse(argv: list[str]) -> None:
         hint = config_checks.nearest(error.flagname, known)
         raise ValueError(f"unknown flag --{error.flagname}{hint}; see --help") from None
     except flags.Error as error:
-        raise ValueError(_first_line(error)) from None
+        raise ValueError(_rule_of_type(_first_line(error))) from None
     except Exception as error:  # whatever the recipe raised
         name = type(error).__name__
         raise ValueError(f"{where}: {name}: {_first_line(error)}") from error
@@ -106,32 +132,37 @@ def _quiet_background() -> None:
     sys.unraisablehook = unraisablehook
 
 
-def run(main: Callable[[], int | None], doc: str) -> None:
-    """Parses the flags, runs `main` and exits with its code.
+def _help(doc: str) -> list[str]:
+    own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    if "config" in flags.FLAGS:
+        own = [flags.FLAGS["config"], *own]
+    described = [f"  --{f.name}: {f.help} (default: {f.value!r})" for f in own]
+    return [doc.strip(), "", "flags:", *described]
+
+
+def run(main: Callable[[], int | None], doc: str, interrupted: str = "interrupted") -> None:
+    """Parses the flags, runs `main` and exits with its code; after Ctrl-C says `interrupted`.
 
     A `ValueError`, the error of all bad input, becomes one line on stderr; with the environment
     variable DELTARES_JAX_TRACEBACK its traceback is printed before it.
     """
-    if any(a in ("-h", "-help", "--help", "--helpfull") for a in sys.argv[1:]):
-        own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-        if "config" in flags.FLAGS:
-            own = [flags.FLAGS["config"], *own]
-        lines = [f"  --{f.name}: {f.help} (default: {f.value!r})" for f in own]
-        print(doc.strip(), "", "flags:", *lines, sep="\n")
-        sys.exit(0)
+    printing.open_closed()
     logging.use_absl_handler()
     _quiet_background()
     logging.set_verbosity(logging.ERROR)  # what is wrong with a recipe is told in one line
     try:
+        if any(a in ("-h", "-help", "--help", "--helpfull") for a in sys.argv[1:]):
+            printing.put(*_help(doc))
+            sys.exit(0)
         _parse(sys.argv)
         logging.set_verbosity(logging.WARNING)
         code = main() or 0
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        printing.discard_stdout()
         code = 0
     except KeyboardInterrupt:
-        print("interrupted; what was saved before is kept", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         code = NOT_SAVED
     except Stop as stop:
         print(f"error: {stop}" if stop.code < 128 else str(stop), file=sys.stderr)

@@ -69,7 +69,7 @@ AT_MOST: dict[str, float] = {
     "model.head_dim": 2**12,
     "model.mlp_width": 2**22,
     "model.norm_eps": 1,
-    "data.seq_len": 2**20,
+    "data.seq_len": 2**17,
     "train.batch_size": 2**20,
     "eval.batch_size": 2**16,
     "train.seed": 2**32 - 1,

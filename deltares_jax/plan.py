@@ -11,15 +11,13 @@ need libtpu (pip install -e '.[tpu]') but no TPU. cpu:8 needs nothing. Exit code
 """
 
 import json
-import pathlib
 import runpy
 import sys
 
 from absl import flags
-from ml_collections import config_flags
 from ml_collections.config_dict.config_dict import ConfigDict, FrozenConfigDict
 
-from deltares_jax import command
+from deltares_jax import command, printing
 from deltares_jax import config as config_lib
 from deltares_jax.parallel import topology as topology_lib
 from deltares_jax.training.signals import Stop
@@ -38,16 +36,14 @@ _FIND_BATCH = flags.DEFINE_boolean("find_batch", False, "Find the largest batch 
 
 def _other_recipe(path: str) -> FrozenConfigDict:
     """The recipe to compare with, under the same overrides."""
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"--compare={path}: no such file; recipes are under configs/")
+    command.check_recipe_path("compare", path)
     try:
         config = runpy.run_path(path)["get_config"]()
     except Exception as error:  # whatever the recipe raised
         raise ValueError(f"--compare={path}: {type(error).__name__}: {error}") from error
     if not isinstance(config, ConfigDict):
         raise ValueError(f"--compare={path}: get_config() must return a config")
-    overrides = config_flags.get_override_values(flags.FLAGS["config"])
-    shared = {k: v for k, v in overrides.items() if not k.startswith("model.residual.")}
+    shared = {k: v for k, v in command.overrides().items() if not k.startswith("model.residual.")}
     config.update_from_flattened_dict(shared)
     return config_lib.resolve(config)
 
@@ -60,11 +56,12 @@ def main() -> int:
         raise ValueError("--topology is missing; for example --topology=v5p:4x4x4")
     if _FIND_BATCH.value and _COMPARE.value:
         raise ValueError("--find_batch and --compare do not go together; take the batch found")
+    printing.need_stdout()
     topology = topology_lib.parse(_TOPOLOGY.value)
     config = config_lib.resolve(flags.FLAGS.config)
     other = _other_recipe(_COMPARE.value) if _COMPARE.value else None
     topology_lib.devices(topology)  # brings in jax, started without accelerators
-    from deltares_jax.training import metrics, plan_text, planning
+    from deltares_jax.training import plan_compare, plan_text, planning
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -74,13 +71,13 @@ def main() -> int:
     plans = [report]
     if other:
         plans.append(planning.make(other, topology, say))
-        ratios = planning.ratios(*plans)
+        differs, ratios = plan_compare.differs(config, other), plan_compare.ratios(*plans)
     if _JSON.value:
-        extra = {"compare": plans[1], "ratios": ratios} if other else {}
-        metrics.say(json.dumps(report | extra, indent=2))
+        extra = {"compare": plans[1], "differs": differs, "ratios": ratios} if other else {}
+        printing.put(json.dumps(report | extra, indent=2))
     else:
-        table = plan_text.table(report, plans[1], ratios) if other else []
-        metrics.say(*plan_text.lines(report), *table)
+        table = plan_text.table(report, plans[1], ratios, differs) if other else []
+        printing.put(*plan_text.lines(report), *table)
     for report in plans:
         if not report["fits"]:
             raise Stop(plan_text.too_big(report), DOES_NOT_FIT)

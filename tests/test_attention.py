@@ -47,6 +47,15 @@ def test_splash_equals_the_reference_and_keeps_documents_apart():
     assert np.all(changed[:, :50] != out[:, :50])
 
 
+@pytest.mark.parametrize("tile", [(64, 64), (64, 32), (32, 128)])
+def test_tiles_of_the_causal_mask(tile):
+    mask, T = attention.causal_mask_class()((256, 256)), 256
+    for row in range(0, T, tile[0]):
+        for column in range(0, T, tile[1]):
+            part = slice(row, row + tile[0]), slice(column, column + tile[1])
+            np.testing.assert_array_equal(mask[part], np.tril(np.ones((T, T), bool))[part])
+
+
 @pytest.mark.parametrize(
     ("name", "platform", "seq_len", "dtype", "expected"),
     [

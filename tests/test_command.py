@@ -1,21 +1,17 @@
-"""The train command as a user types it: bad input, --print_config, --help, folders."""
+"""The train command as a user types it: bad input, --print_config, --help, lost output."""
 
 import json
-import os
 import pathlib
-import shutil
+import shlex
 import subprocess
 import sys
-import tempfile
 
 import pytest
 
 from deltares_jax import config as config_lib
-from deltares_jax.training import workdir as workdir_lib
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 DEBUG = "--config=configs/debug.py"
-NOBODY = 65534
 
 
 def error_line(result: subprocess.CompletedProcess) -> str:
@@ -74,9 +70,13 @@ def print_config(command, *arguments: str, **kwargs) -> dict:
         ([DEBUG, "--config.train.steps"], ["config.train.steps"]),
         ([DEBUG, "--config.optim.warmup_steps=None"], ["config.optim.warmup_steps", "'None'"]),
         ([DEBUG, "--config.mesh.data=x"], ["config.mesh.data", "'x'"]),
-        ([DEBUG, "--config.optim.learning_rate=fast"], ["config.optim.learning_rate", "'fast'"]),
+        (
+            [DEBUG, "--config.optim.learning_rate=fast"],
+            ["config.optim.learning_rate", "'fast'", "a number"],
+        ),
         ([DEBUG, "--config.model.tied=treu"], ["config.model.tied", "'treu'"]),
-        ([DEBUG, "--print_config=maybe"], ["print_config", "'maybe'"]),
+        ([DEBUG, "--print_config=maybe"], ["print_config", "'maybe'", "true or false"]),
+        ([DEBUG, "--config.train.batch_size=8.5"], ["train.batch_size='8.5'", "a whole number"]),
         # Values of the right type that break a rule.
         ([DEBUG, "--config.optim.learning_rate=nan"], ["optim.learning_rate=nan", "finite"]),
         ([DEBUG, "--config.model.remat=3"], ["model.remat='3'", "none, full"]),
@@ -215,97 +215,47 @@ def test_help_shows_an_example_and_the_flags(command):
         assert "--print_config" in result.stdout
 
 
-# Folders.
+# Output that cannot be written.
 
 
-def test_recipe_whose_data_is_not_prepared_is_refused(tmp_path, command):
-    result = command(
-        "train", "--config=configs/7b_delta_block.py", f"--workdir={tmp_path / 'run'}", timeout=60
+@pytest.mark.parametrize("arguments", [("--print_config",), ("--help",)])
+@pytest.mark.parametrize(
+    ("redirection", "words"),
+    [(">/dev/full", "No space left on device"), (">&-", "stdout is closed")],
+)
+def test_lost_output_ends_with_an_error(arguments, redirection, words):
+    line = [sys.executable, "-m", "deltares_jax.train", DEBUG, *arguments]
+    result = subprocess.run(
+        ["sh", "-c", f"{shlex.join(line)} {redirection}"],
+        capture_output=True,
+        text=True,
+        cwd=CONFIGS.parent,
     )
-    line = error_line(result)
-    assert "data.source='fineweb_edu/sample-10BT'" in line
-    assert "not prepared" in line
-    assert "configs/debug.py" in line
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert result.returncode == 1
 
 
-def test_data_folder_that_cannot_be_created_is_refused(tmp_path, command):
-    (tmp_path / "file").touch()
-    folder = tmp_path / "file" / "data"
-    result = command(
-        "train", DEBUG, f"--workdir={tmp_path / 'run'}", f"--config.data.dir={folder}", timeout=60
-    )
-    line = error_line(result)
-    assert f"data.dir={str(folder)!r}" in line
-    assert "Not a directory" in line
+def test_a_run_outlives_its_output_and_says_so_once():
+    script = "from deltares_jax.training.metrics import say; say('a'); say('b'); say('c')"
+    for redirection, said in ((">/dev/full", 1), (">/dev/full 2>&1", 0)):
+        line = shlex.join([sys.executable, "-c", script])
+        result = subprocess.run(
+            ["sh", "-c", f"{line} {redirection}"], capture_output=True, text=True
+        )
+        assert result.returncode == 0
+        assert result.stderr.count("stdout cannot be written") == said
+        assert len(result.stderr.splitlines()) == said
 
 
-def test_workdir_that_is_a_file_is_refused(tmp_path, command):
-    (tmp_path / "file").write_text("mine")
-    for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        line = error_line(command("train", DEBUG, f"--workdir={path}", timeout=60))
-        assert f"--workdir={path} cannot be written: " in line
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def as_normal_user(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    if os.geteuid() == 0:  # root may write anywhere
-        user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-        command = (*user, *command)
-    environment = {**os.environ, **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-
-
-def test_workdir_that_is_not_writable_is_refused():
-    if os.geteuid() == 0:
-        if not shutil.which("setpriv"):
-            pytest.skip("root may write anywhere, and there is no setpriv")
-        if as_normal_user(sys.executable, "-c", "import deltares_jax").returncode:
-            pytest.skip("another user cannot run this interpreter")
-    train = [sys.executable, "-m", "deltares_jax.train", f"--config={CONFIGS / 'debug.py'}"]
-    with tempfile.TemporaryDirectory() as name:  # other users cannot even look into tmp_path
-        folder = pathlib.Path(name)
-        home, run = folder / "home", folder / "run"
-        home.mkdir()
-        home.chmod(0o777)
-        run.mkdir()
-        run.chmod(0o555)
-        folder.chmod(0o555)
-        try:
-            for path in (run, folder / "new"):
-                environment = {"HOME": str(home), "XDG_CACHE_HOME": str(home)}
-                line = error_line(as_normal_user(*train, f"--workdir={path}", **environment))
-                assert f"--workdir={path} cannot be written: Permission denied" in line
-        finally:
-            folder.chmod(0o755)
-
-
-@pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/10", "10"])
-def test_folder_inside_a_run_is_refused_with_the_run(inside, tmp_path):
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ValueError, match=f"--workdir={run / inside} is inside the run {run};"):
-        workdir_lib.open_workdir(str(run / inside))
-    assert [path.name for path in run.rglob("*")] == ["checkpoints"]
-
-
-def test_workdir_may_be_a_number_or_called_checkpoints(tmp_path):
-    for name in ("runs/10", "runs/20", "checkpoints"):
-        assert workdir_lib.open_workdir(str(tmp_path / name)) == tmp_path / name
-
-
-def test_workdir_may_be_relative_in_the_home_folder_or_hold_a_space(tmp_path, monkeypatch):
-    home, here = tmp_path / "home", tmp_path / "here"
-    home.mkdir()
-    here.mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.chdir(here)
-    for path, folder in {
-        "./r1": here / "r1",
-        "runs/r2": here / "runs" / "r2",
-        "~/x": home / "x",
-        str(tmp_path / "a b" / "größe"): tmp_path / "a b" / "größe",
-    }.items():
-        assert workdir_lib.open_workdir(path) == folder
-        assert folder.is_dir()
-        assert list(folder.iterdir()) == []  # the trial of writing leaves nothing
-        assert workdir_lib.open_workdir(path) == folder  # a run that is there
+def test_ctrl_c_says_what_the_command_knows():
+    script = """
+from deltares_jax import command
+def main():
+    raise KeyboardInterrupt
+command.define_config_flag()
+command.run(main, "")
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (144, "", "interrupted\n")

@@ -386,6 +386,7 @@ def test_command_runs_on_a_bare_machine(command, tmp_path):
     assert "held-out loss" in done.stdout
     assert "bigram" in done.stdout
     assert "next: python -m deltares_jax.train --config=configs/debug.py" in done.stdout
+    assert "--config.train.steps=20" in done.stdout.splitlines()[-1]  # a fair comparison
     assert (tmp_path / "a b" / "run" / "loss.png").exists()
 
 

@@ -1,4 +1,4 @@
-"""Plans: names of slices, what does not work, and the numbers of programs that are not run."""
+"""Plans: what does not fit, and the numbers of programs that are not run."""
 
 import dataclasses
 import functools
@@ -15,9 +15,9 @@ from test_command import error_line
 
 from deltares_jax import config as config_lib
 from deltares_jax.models import sizes
-from deltares_jax.parallel import chips, fit, sharding, topology
+from deltares_jax.parallel import chips, sharding, topology
 from deltares_jax.parallel import mesh as mesh_lib
-from deltares_jax.training import planning, programs, step
+from deltares_jax.training import plan_compare, plan_text, planning, programs, step
 
 DEBUG = "--config=configs/debug.py"
 CPU8 = topology.parse("cpu:8")
@@ -31,85 +31,6 @@ def planned(tiny):
 
 def ignore(text: str) -> None:
     """Progress that nobody reads."""
-
-
-# Names.
-
-
-@pytest.mark.parametrize(
-    ("name", "expected", "num_chips", "links"),
-    [
-        ("v5p:4x4x4", "v5p:4x4x4", 64, 6),
-        ("V5P-128", "v5p:4x4x4", 64, 6),  # counts cores
-        ("v4-16", "v4:2x2x2", 8, 3),
-        ("v4:2x2x1", "v4:2x2x1", 4, 2),
-        ("v5e-16", "v5e:4x4", 16, 2),
-        ("v5litepod-256", "v5e:16x16", 256, 4),
-        ("v5e:8x16", "v5e:8x16", 128, 3),
-        ("v6e-64", "v6e:8x8", 64, 2),
-        ("v6e-1", "v6e:1x1", 1, 0),
-        ("v7x:4x4x4", "tpu7x:4x4x4", 64, 6),
-        ("tpu7x-8", "tpu7x:2x2x1", 4, 2),
-        ("cpu:8", "cpu:8", 8, 0),
-    ],
-)
-def test_names(name, expected, num_chips, links):
-    parsed = topology.parse(name)
-    assert (parsed.name, parsed.num_chips) == (expected, num_chips)
-    if parsed.chip:
-        assert parsed.links == links
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("v5e-17", "--topology=v5e-17: .*nearest: v5e:4x4, which is v5e-16$"),
-        ("v5p-64x", "did you mean v5p-64"),
-        ("v5p:3x4x4", "v5p:3x4x4: .*nearest: v5p:2x4x4"),
-        ("v5e:4x4x4", "v5e:4x4x4: .*nearest: v5e:8x8"),
-        ("v5e:16x32", "v5e:16x32: .*nearest: v5e:16x16"),
-        ("foo", "--topology=foo: known are v4, v5e, v5p, v6e, tpu7x"),
-        ("v5e", "known are"),
-        ("cpu:0", "known are"),
-        ("cpu:2x2", "known are"),
-    ],
-)
-def test_unknown_names_are_refused_with_the_nearest(name, message):
-    with pytest.raises(ValueError, match=message):
-        topology.parse(name)
-
-
-def test_without_libtpu_the_command_to_install_it_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "libtpu", None)
-    with pytest.raises(ValueError, match=r"v5e:4x4 needs libtpu: pip install -e '\.\[tpu\]'"):
-        topology.devices(topology.parse("v5e-16"))
-
-
-# Meshes.
-
-
-def test_a_mesh_of_the_wrong_size_is_refused(planned):
-    config = planning.with_values(planned, {"mesh.fsdp": 3})
-    with pytest.raises(ValueError, match=r"mesh\.fsdp=3.*8 devices"):
-        planning.make(config, CPU8, ignore)
-
-
-def test_large_replicated_arrays_are_refused_as_by_train(planned, monkeypatch):
-    monkeypatch.setattr("deltares_jax.parallel.report._LARGE_BYTES", 100)
-    with pytest.raises(ValueError, match=r"mesh\.fsdp=8 .*would leave .*replicated: "):
-        planning.make(planned, CPU8, ignore)
-
-
-def test_meshes_that_work_are_named(planned):
-    config = planning.with_values(planned, {"model.vocab_size": 264, "train.batch_size": 4})
-    assert fit.working_meshes(config, 8) == [{"tensor": 2}]  # two KV heads
-    for mesh in ({}, {"mesh.fsdp": 8}):
-        asked = planning.with_values(config, mesh)
-        with pytest.raises(ValueError, match=r"train\.batch_size=4 .*4 sequences on 8 ") as error:
-            planning.make(asked, CPU8, ignore)
-        assert "--config.mesh.tensor=2 " in str(error.value)
-    overrides = fit.working_meshes(asked, 8)[0]
-    assert mesh_lib.mesh_shape({**asked.mesh, **overrides}, 8)["fsdp"] == 4
 
 
 @pytest.fixture
@@ -156,7 +77,51 @@ def test_an_evaluation_batch_that_does_not_fit_is_for_a_note(planned, refused):
     assert "--config.eval.batch_size=16" in note
 
 
+@pytest.mark.parametrize(
+    ("values", "advice"),
+    [
+        ({"mesh.data": -1, "mesh.fsdp": 1, "train.batch_size": 8}, "mesh.fsdp=-1 mesh.data=1, "),
+        ({"model.remat": "full", "train.batch_size": 16}, "a smaller batch (--find_batch) or "),
+        ({"train.batch_size": 8}, "model.remat=full would help"),
+        ({"train.batch_size": 8, "model.remat": "full"}, "a smaller model or data.seq_len would"),
+    ],
+)
+def test_advice_is_what_is_left_to_do(planned, refused, values, advice):
+    refused("RESOURCE_EXHAUSTED: Used 1.25T of 15.48G hbm")
+    report = planning.make(planning.with_values(planned, values), CPU8, ignore)
+    text = plan_text.too_big(report)
+    assert f"; {advice}" in text
+    assert ("remat" in text) == ("model.remat" not in values)
+
+
 # Numbers.
+
+
+@pytest.mark.parametrize(
+    ("variant", "scan", "hardware", "expected"),
+    [
+        ("delta_block", "auto", "v5e:2x2", ["unrolled", "splash", "batched"]),
+        ("delta_block", "blocks", "cpu:8", ["blocks", "reference", "batched"]),
+        ("delta_attnres", "boundaries", "cpu:8", ["unrolled", "reference", "direct"]),
+        ("baseline", "auto", "cpu:8", ["blocks", "reference", "none"]),
+    ],
+)
+def test_a_plan_tells_what_auto_came_to(planned, variant, scan, hardware, expected):
+    values = {"model.residual.variant": variant, "model.scan": scan, "data.seq_len": 128}
+    form = planning.form(planning.with_values(planned, values), topology.parse(hardware))
+    assert [form[key] for key in ("scan", "attention", "kernel")] == expected
+
+
+def test_only_keys_that_change_the_step_differ(planned):
+    values = {"model.residual.num_blocks": 1, "optim.z_loss": 1.0, "data.dir": "x", "eval.rows": 1}
+    assert plan_compare.differs(planned, planning.with_values(planned, values)) == {}
+    values = {"model.remat": "full", "data.seq_len": 32, "mesh.tensor": 2}
+    differs = plan_compare.differs(planned, planning.with_values(planned, values))
+    assert differs == {
+        "model.remat": ["none", "full"],
+        "data.seq_len": [16, 32],
+        "mesh.tensor": [1, 2],
+    }
 
 
 def test_the_plan_compiles_what_the_trainer_runs(planned):
@@ -209,6 +174,7 @@ def test_json_of_two_recipes(command, recipes):
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     baseline, ratios = report["compare"], report["ratios"]
+    assert report["differs"] == {}
     assert (report["variant"], baseline["variant"]) == ("delta_block", "baseline")
     assert report["chips"] == report["mesh"]["fsdp"] == 8
     for plan in (report, baseline):
@@ -219,6 +185,8 @@ def test_json_of_two_recipes(command, recipes):
         assert 1 < memory["arguments"] / (12 * plan["parameters"] / 8) < 1.5
         assert plan["hbm_bytes_limit"] > memory["total"]
         assert plan["collective_bytes"].keys() == plan["collective_counts"].keys()
+        whole = (memory, plan["collective_bytes"], plan["collective_counts"])
+        assert {type(n) for numbers in whole for n in numbers.values()} == {int}
         assert plan["collective_bytes"]["all-gather"] > 0
         assert plan["compiled_flops"] > 0
         assert plan["estimated_step_seconds"] is plan["mfu"] is plan["compute_cycles"] is None
@@ -254,6 +222,7 @@ def test_what_is_too_big_ends_with_the_figure(recipes):
         r"error: does not fit: .*batch_size=800 needs .* MiB more than its 1\.0 MiB", line
     )
     assert re.search(r"limit +1\.0 MiB, headroom -", result.stdout)
+    assert "step: dtype float32, remat none, scan unrolled, attention reference" in result.stdout
 
 
 def test_refusals_are_one_line_and_leave_jax_alone(command):
@@ -261,51 +230,8 @@ def test_refusals_are_one_line_and_leave_jax_alone(command):
     assert "v5e-16" in line
     line = error_line(command("plan", DEBUG, "--topology=cpu:8", "--config.train.batch_size=9"))
     assert "train.batch_size=9" in line
-
-
-@pytest.mark.parametrize("answer", [0, 1, 2, 7, 8, 30])
-@pytest.mark.parametrize("guess", [1, 3, 8, 30])
-def test_search_finds_the_largest_from_any_guess(guess, answer):
-    tried = []
-
-    def fits(count):
-        tried.append(count)
-        return count <= answer
-
-    assert planning.largest(fits, guess, 30) == answer
-    assert len(tried) == len(set(tried)) <= 10
-    assert set(tried) >= {n for n in (answer, answer + 1) if 1 <= n <= 30}
-
-
-@pytest.mark.parametrize(
-    ("limit", "extra", "largest"),
-    [(399, 0, 8), (1000, 0, 56), (1000, 1, 48), (1199, 1, 64), (1199, -300, 88), (599, 300, 8)],
-)
-def test_the_batch_that_is_found_is_the_largest(planned, monkeypatch, limit, extra, largest):
-    """A device needs 300 bytes, and 100 for every 8 rows; compiled in full, `extra` more."""
-    tries = []
-
-    def needed(config, quick):
-        return 300 + 100 * config.train.batch_size // 8 + (0 if quick else extra)
-
-    def make(config, topology, say):
-        total = needed(config, quick=False)
-        memory = {"total": total}
-        return {
-            "fits": total <= limit,
-            "batch": config.train.batch_size,
-            "hbm_bytes_per_chip": memory,
-        }
-
-    monkeypatch.setattr(planning, "compile_step", lambda config, mesh, quick: needed(config, quick))
-    monkeypatch.setattr(planning, "make", make)
-    monkeypatch.setattr(programs, "peak_bytes", lambda compiled, platform: compiled)
-    monkeypatch.setattr(topology, "host_memory", lambda: limit * 8)
-    report = planning.find_batch(planned, CPU8, tries.append)
-    assert report["batch"] == largest
-    assert report["fits"] == (limit >= 400 + extra)
-    assert tries[0].startswith("batch 8: ")
-    assert any(line.startswith(f"batch {largest}: ") and "in full" in line for line in tries)
+    line = error_line(command("plan", DEBUG, "--topology=cpu:8", "--compare=configs/"))
+    assert "--compare=configs/: no such file, it is a folder" in line
 
 
 # For TPUs, where libtpu is installed.
@@ -315,15 +241,6 @@ def for_tpu(size: str, variant: str, **model):
     config = config_lib.paper(size, variant, 2)
     config.model.update(model)
     return config
-
-
-@pytest.mark.parametrize("name", ["v4-8", "v5e-1", "v5e-4", "v5p-8", "v6e-8", "tpu7x-8"])
-def test_devices_are_those_of_the_chip_table(name):
-    pytest.importorskip("libtpu")
-    parsed = topology.parse(name)
-    devices = topology.devices(parsed)
-    assert len(devices) == parsed.num_chips * parsed.devices_per_chip
-    assert chips.by_device_kind(devices[0].device_kind) is parsed.chip
 
 
 @pytest.mark.parametrize("variant", ["baseline", "delta_block"])

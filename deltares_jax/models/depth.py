@@ -226,6 +226,19 @@ FORMS: dict[str, Callable[..., tuple[residual.State, Weights]]] = {
 }
 
 
+def resolved_form(config: FrozenConfigDict) -> str:
+    """The form that `model.scan` names.
+
+    `auto` takes the one that needs least memory: `unrolled`, and for a model that is one block
+    without sources `blocks`. Sources of every sublayer have one rule, whose name is `unrolled`.
+    """
+    grows = variants.VARIANTS[config.residual.variant].grows
+    if config.scan == "auto":
+        one_block = grows != "sublayer" and _per_block(config) == config.num_layers
+        return "blocks" if one_block else "unrolled"
+    return "unrolled" if grows == "sublayer" and config.scan == "boundaries" else str(config.scan)
+
+
 def run(
     config: FrozenConfigDict,
     params: Params,
@@ -235,9 +248,6 @@ def run(
     capture: bool,
 ) -> tuple[jax.Array, Any]:
     """Runs all layers by the form that `model.scan` names, and the model's last reader.
-
-    `auto` takes the one that needs least memory: `unrolled`, and for a model that is one block
-    without sources `blocks`.
 
     Args:
       config: of the model.
@@ -251,10 +261,7 @@ def run(
       The input [B, T, D] of the final norm; the captured weights, a pair [L, S', B, T] for
       attention and MLP readers and [S, B, T] for the last reader.
     """
-    form, grows = config.scan, variants.VARIANTS[config.residual.variant].grows
-    if form == "auto":
-        one_block = grows != "sublayer" and _per_block(config) == config.num_layers
-        form = "blocks" if one_block else "unrolled"
+    form, grows = resolved_form(config), variants.VARIANTS[config.residual.variant].grows
     if grows == "sublayer" and form != "blocks" and not capture:
         policy = None if config.remat == "none" else REMAT_POLICIES[config.remat]
         return sources_rule.run(config, params, last, embedding_BTD, context, policy), None

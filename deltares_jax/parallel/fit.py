@@ -15,11 +15,11 @@ def data_parallel_size(shape: dict[str, int]) -> int:
 def working_meshes(config: FrozenConfigDict, num_devices: int) -> list[dict[str, int]]:
     """Overrides of `mesh` that make the config work, the least tensor parallelism first.
 
-    Only `tensor` = 2, 4, 8, … is tried; the axis that takes the rest stays, or `fsdp` becomes it.
+    Only `tensor` = 1, 2, 4, … is tried; the axis that takes the rest stays, or `fsdp` becomes it.
     """
     asked = {axis: config.mesh[axis] for axis in mesh_lib.AXES}
     found = []
-    for power in range(1, num_devices.bit_length()):
+    for power in range(num_devices.bit_length()):
         axes = {**asked, "tensor": 2**power}
         if -1 not in axes.values():
             axes["fsdp"] = -1
@@ -32,7 +32,7 @@ def working_meshes(config: FrozenConfigDict, num_devices: int) -> list[dict[str,
 
 
 def check_fits(config: FrozenConfigDict, shape: dict[str, int], where: str) -> None:
-    """As `mesh.check_fits`, and names meshes that work.
+    """As `mesh.check_fits`, and names meshes that work, if any does.
 
     Args:
       config: the config.
@@ -49,6 +49,9 @@ def check_fits(config: FrozenConfigDict, shape: dict[str, int], where: str) -> N
             " ".join(f"--config.mesh.{axis}={size}" for axis, size in mesh.items())
             for mesh in working_meshes(config, math.prod(shape.values()))
         ]
-        works = " or ".join(meshes) if meshes else "no mesh.tensor"
+        if not meshes:
+            raise
         batch = config.train.batch_size
-        raise ValueError(f"{error}; for {batch} sequences on {where}: {works} works") from None
+        raise ValueError(
+            f"{error}; for {batch} sequences on {where}: {' or '.join(meshes)} works"
+        ) from None

@@ -15,8 +15,13 @@ AXES = ("replica", "data", "fsdp", "tensor")
 BATCH_AXES = ("replica", "data", "fsdp")
 
 
-def mesh_shape(mesh: Any, num_devices: int) -> dict[str, int]:
+def mesh_shape(mesh: Any, num_devices: int, origin: str = "that were found") -> dict[str, int]:
     """Axis sizes with -1 filled in.
+
+    Args:
+      mesh: sizes by axis, one of them -1 at most.
+      num_devices: those to make up.
+      origin: of the devices, in words.
 
     Raises:
       ValueError: the axes do not make up the number of devices.
@@ -25,8 +30,27 @@ def mesh_shape(mesh: Any, num_devices: int) -> dict[str, int]:
     fixed = math.prod(size for size in shape.values() if size != -1)
     text = " × ".join(f"mesh.{axis}={size}" for axis, size in shape.items())
     if num_devices % fixed or (-1 not in shape.values() and fixed != num_devices):
-        raise ValueError(f"{text} does not make up the {num_devices} devices that were found")
+        raise ValueError(
+            f"{text} does not make up the {num_devices} devices {origin}: "
+            + _product_rule(shape, num_devices)
+        )
     return {axis: num_devices // fixed if size == -1 else size for axis, size in shape.items()}
+
+
+def _product_rule(shape: dict[str, int], num_devices: int) -> str:
+    """What the sizes must multiply to, and the nearest that do."""
+    fixed = math.prod(size for size in shape.values() if size != -1)
+    if -1 in shape.values():
+        divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        near = [n for n in divisors if n < fixed][-1:] + [n for n in divisors if n > fixed][:1]
+        return (
+            f"the product of the axes beside -1 is {fixed} and must divide {num_devices}; "
+            f"nearest: {' or '.join(map(str, near))}"
+        )
+    others = {axis: fixed // size for axis, size in shape.items()}
+    works = [f"mesh.{a}={num_devices // n}" for a, n in others.items() if num_devices % n == 0]
+    text = f"the product is {fixed} and must be {num_devices}"
+    return text + (f"; {' or '.join(works)} would do" if works else "")
 
 
 def check_fits(config: FrozenConfigDict, shape: dict[str, int]) -> None:

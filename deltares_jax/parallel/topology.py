@@ -12,6 +12,7 @@ from typing import Any
 from deltares_jax.parallel.chips import CHIPS, Chip
 
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v7x": "tpu7x"}
+_MAX_CPUS = 1024  # simulated devices: jax takes minutes to make many more
 _KNOWN = f"{', '.join(CHIPS)} as v5p:4x4x4 or v5p-128, and cpu:8"
 
 # libtpu looks for chips and for the cloud's metadata; a plan wants neither, and must not wait for
@@ -49,9 +50,23 @@ class Topology:
         return f"{self.num_chips} {self.kind} chips{several}"
 
     @property
+    def platform(self) -> str:
+        """What jax calls the platform of its devices."""
+        return "tpu" if self.chip else "cpu"
+
+    @property
     def devices_per_chip(self) -> int:
         """Devices of a chip, as jax counts them."""
         return self.chip.devices if self.chip else 1
+
+    @property
+    def notes(self) -> list[str]:
+        """What to say of a shape that libtpu compiles for, but that may not be for hire."""
+        if self.chip is None or self.shape in self.chip.slices:
+            return []
+        return [
+            f"{self.name} is not one of the slices listed for {self.kind} ({_slices(self.chip)})"
+        ]
 
     @property
     def links(self) -> int:
@@ -63,9 +78,9 @@ class Topology:
         return sum((1 + wrap) * (n > 1) for n, wrap in zip(self.shape, wraps, strict=True))
 
     @property
-    def memory_limit(self) -> float:
+    def memory_limit(self) -> int:
         """Bytes that a program may use on a chip; a simulated device has its share of the host."""
-        return self.chip.hbm_bytes if self.chip else host_memory() / self.num_chips
+        return int(self.chip.hbm_bytes) if self.chip else host_memory() // self.num_chips
 
 
 def host_memory() -> int:
@@ -83,9 +98,11 @@ def parse(name: str) -> Topology:
     match = re.fullmatch(r"(\w+?)(?::(\d+(?:x\d+)*)|-(\d+))", text)
     kind = _ALIASES.get(match[1], match[1]) if match else ""
     if match and kind == "cpu" and match[2] and match[2].isdigit() and int(match[2]) > 0:
+        if int(match[2]) > _MAX_CPUS:
+            raise ValueError(f"--topology={name}: at most {_MAX_CPUS} CPU devices are simulated")
         return Topology(text, kind, None, (int(match[2]),))
     if not match or kind not in CHIPS:
-        near = difflib.get_close_matches(text, _names(), 1, 0.6)
+        near = _meant(text) or difflib.get_close_matches(text, _names(), 1, 0.6)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"--topology={name}: known are {_KNOWN}{hint}")
     chip = CHIPS[kind]
@@ -107,6 +124,19 @@ def parse(name: str) -> Topology:
     return Topology(f"{kind}:{'x'.join(map(str, shape))}", kind, chip, shape)
 
 
+def _meant(text: str) -> list[str]:
+    """Corrections that no likeness of letters finds."""
+    if match := re.fullmatch(r"cpus?[-_=x]?(\d+)", text):
+        return [f"cpu:{match[1]}"]
+    if match := re.fullmatch(r"(?:tpu)?[-_]?v?7x?(:\d+(?:x\d+)*|-\d+)", text):
+        return [f"tpu7x{match[1]}"]
+    return []
+
+
+def _slices(chip: Chip) -> str:
+    return ", ".join("x".join(map(str, shape)) for shape in chip.slices)
+
+
 def _spellings(chip: Chip, shape: tuple[int, ...]) -> tuple[str, str]:
     """A slice by shape and by accelerator type."""
     return (
@@ -120,11 +150,10 @@ def _names() -> list[str]:
 
 
 def _refusal(name: str, chip: Chip, num_chips: int) -> str:
-    sizes = ", ".join("x".join(map(str, shape)) for shape in chip.slices)
     nearest = min(chip.slices, key=lambda shape: abs(math.prod(shape) - num_chips))
     by_shape, by_type = _spellings(chip, nearest)
     nearest_text = f"nearest: {by_shape}, which is {by_type}"
-    return f"--topology={name}: {chip.name} slices are {sizes}; {nearest_text}"
+    return f"--topology={name}: {chip.name} slices are {_slices(chip)}; {nearest_text}"
 
 
 def devices(topology: Topology) -> list[Any]:

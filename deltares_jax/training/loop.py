@@ -27,7 +27,7 @@ def train(
     Args:
       config: from `config.resolve`.
       workdir: folder of the run.
-      recipe: path of the recipe, for the commands that are printed.
+      recipe: path of the recipe, and overrides; for the commands that are printed.
       devices: those to train on; all when None.
 
     Raises:

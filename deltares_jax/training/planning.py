@@ -9,7 +9,7 @@ import jax
 from ml_collections.config_dict.config_dict import ConfigDict, FrozenConfigDict
 
 from deltares_jax import config_checks
-from deltares_jax.models import sizes
+from deltares_jax.models import depth, residual, sizes, variants
 from deltares_jax.parallel import fit, hlo_cost
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import topology as topology_lib
@@ -52,8 +52,14 @@ def lay_out(config: FrozenConfigDict, topology: Topology) -> tuple[Any, FrozenCo
     Raises:
       ValueError: the topology is not on offer here, or the config does not work on it.
     """
+    asked = config.train.platform
+    if asked not in ("", topology.platform):
+        raise ValueError(
+            f"train.platform={asked} does not go with --topology={topology.name}, which is of "
+            f"{topology.platform}; train would refuse to start there"
+        )
     devices = topology_lib.devices(topology)
-    shape = mesh_lib.mesh_shape(config.mesh, len(devices))
+    shape = mesh_lib.mesh_shape(config.mesh, len(devices), "of the topology")
     parts = fit.data_parallel_size(shape)
     size = -(-config.eval.batch_size // parts) * parts
     config = with_values(config, {"eval.batch_size": size})
@@ -105,7 +111,9 @@ def make(config: FrozenConfigDict, topology: Topology, say: Say) -> Report:
             f"train refuses eval.batch_size={evaluation} here; add "
             f"--config.eval.batch_size={config.eval.batch_size}"
         )
-    say(f"compiling {report['variant']} for {topology}; a 7b for TPUs takes about two minutes")
+    batch, seq_len = config.train.batch_size, config.data.seq_len
+    duration = "; a 7b takes about two minutes, more near the limit" if topology.chip else ""
+    say(f"compiling {report['variant']} for {topology}, {batch} × {seq_len} tokens{duration}")
     try:
         compiled = compile_step(config, mesh)
     except DoesNotFitError as error:
@@ -115,6 +123,20 @@ def make(config: FrozenConfigDict, topology: Topology, say: Say) -> Report:
     memory = _memory(programs.peak_bytes(compiled, kind), arguments, topology)
     cost = hlo_cost.program_cost(compiled.as_text(), topology.chip, topology.links)
     return report | memory | _cost(cost, report, topology)
+
+
+def form(config: FrozenConfigDict, topology: Topology) -> dict[str, str]:
+    """What is compiled, with `auto` resolved."""
+    model = config.model
+    routes = variants.VARIANTS[model.residual.variant].grows != "never"
+    kernel = "batched" if residual.is_batched(model) else "direct"
+    return {
+        "dtype": model.dtype,
+        "remat": model.remat,
+        "scan": depth.resolved_form(model),
+        "attention": programs.for_platform(config, topology.platform).model.attention,
+        "kernel": kernel if routes else "none",
+    }
 
 
 def _outline(config: FrozenConfigDict, topology: Topology, shape: dict[str, int]) -> Report:
@@ -138,26 +160,26 @@ def _outline(config: FrozenConfigDict, topology: Topology, shape: dict[str, int]
             "seq_len": config.data.seq_len,
             "tokens": tokens,
         },
+        "form": form(config, topology),
         "parameters": sum(sizes.parameter_counts(config.model).values()),
         "model_flops_per_step": flops * tokens,
         "versions": versions,
         "compiler_options": programs.compiler_options(topology.chip),
-        "notes": [],
+        "notes": topology.notes,
     }
 
 
-def _memory(total: float, arguments: float | None, topology: Topology) -> Report:
+def _memory(total: float, arguments: int | None, topology: Topology) -> Report:
     """Bytes of a chip, from those of a device; the rest of the peak is called temporaries."""
-    devices = topology.devices_per_chip
-    temporaries = None if arguments is None else (total - arguments) * devices
+    devices, whole = topology.devices_per_chip, round(total)
     return {
         "hbm_bytes_per_chip": {
             "arguments": None if arguments is None else arguments * devices,
-            "temporaries": temporaries,
-            "total": total * devices,
+            "temporaries": None if arguments is None else (whole - arguments) * devices,
+            "total": whole * devices,
         },
         "hbm_bytes_limit": topology.memory_limit,
-        "fits": total * devices <= topology.memory_limit,
+        "fits": whole * devices <= topology.memory_limit,
     }
 
 
@@ -166,9 +188,9 @@ def _cost(cost: hlo_cost.Cost | None, outline: Report, topology: Topology) -> Re
     if cost is None:
         return report
     report |= {
-        "compiled_flops": cost.flops,
-        "collective_bytes": {kind: t.bytes for kind, t in cost.collectives.items()},
-        "collective_counts": {kind: t.count for kind, t in cost.collectives.items()},
+        "compiled_flops": round(cost.flops),
+        "collective_bytes": {kind: round(t.bytes) for kind, t in cost.collectives.items()},
+        "collective_counts": {kind: round(t.count) for kind, t in cost.collectives.items()},
         "unpriced_kernels": sorted(cost.unpriced_kernels),
     }
     if cost.unknown_loops:
@@ -189,22 +211,6 @@ def _cost(cost: hlo_cost.Cost | None, outline: Report, topology: Topology) -> Re
         "tokens_per_second_per_chip": outline["batch"]["tokens"] / seconds / chips,
         "mfu": outline["model_flops_per_step"] / (seconds * topology.chip.peak_flops * chips),
     }
-
-
-def ratios(report: Report, other: Report) -> dict[str, float | None]:
-    """`report` over `other`, number by number; None where one of them is not known."""
-
-    def numbers(r: Report) -> dict[str, float | None]:
-        memory = r["hbm_bytes_per_chip"]
-        keys = ("work_cycles", "estimated_step_seconds", "tokens_per_second_per_chip")
-        return {
-            "hbm_total": memory["total"],
-            "hbm_temporaries": memory["temporaries"],
-            **{key: r[key] for key in keys},
-        }
-
-    mine, theirs = numbers(report), numbers(other)
-    return {key: a / b if a and (b := theirs[key]) else None for key, a in mine.items()}
 
 
 def largest(fits: Callable[[int], bool], guess: int, most: int) -> int:
@@ -241,7 +247,8 @@ def find_batch(config: FrozenConfigDict, topology: Topology, say: Say) -> Report
       topology: the devices.
       say: told each try, in a line.
     """
-    shape = mesh_lib.mesh_shape(config.mesh, topology.num_chips * topology.devices_per_chip)
+    count = topology.num_chips * topology.devices_per_chip
+    shape = mesh_lib.mesh_shape(config.mesh, count, "of the topology")
     unit = fit.data_parallel_size(shape) * config.train.accumulation
     most = int(config_checks.AT_MOST["train.batch_size"]) // unit
     limit = topology.memory_limit / topology.devices_per_chip
@@ -264,6 +271,7 @@ def find_batch(config: FrozenConfigDict, topology: Topology, say: Say) -> Report
     count, points = 1, [(0, 0.0)]
     while count <= most:
         mesh, sized = lay_out(resized(count), topology)
+        say(f"batch {count * unit}: compiling quickly for {topology}, {config.data.seq_len} tokens")
         try:
             compiled = compile_step(sized, mesh, quick=True)
             total: float = programs.peak_bytes(compiled, mesh.devices.flat[0].platform)
