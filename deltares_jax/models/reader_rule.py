@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import variants
-from deltares_jax.models.routing_ops import logits_of_readers
+from deltares_jax.models.routing_ops import logits_of_readers, mix, statistics_dtype
 
 Params = Any
 
@@ -111,36 +111,23 @@ def sees(view: View, readers: jax.Array, slots: jax.Array) -> jax.Array:
     return (slots[None] >= view.first) & (slots[None] < end)
 
 
-def passes(
-    ops: Any,
-    buffer_SBTD: jax.Array,
-    logits_RSBT: jax.Array,
-    sees_RS: jax.Array,
-    span: tuple[Any, Any],
-    top_RBT: Any,
-    centered: bool,
+def sum_up(
+    buffer_SBTD: jax.Array, logits_RSBT: jax.Array, sees_RS: jax.Array, centered: bool
 ) -> list[Part]:
-    """One pass over the buffer for some readers, with their largest logits if those are known.
-
-    `ops` is routing_ops or routing_kernels; `span` holds the first slot that is seen, and the last
-    plus 1.
-    """
+    """Sums over the buffer for some readers, from their logits."""
     masked_RSBT = jnp.where(sees_RS[..., None, None], logits_RSBT, -jnp.inf)
-    if top_RBT is None:
-        top_RBT = jnp.max(masked_RSBT, axis=1)
+    top_RBT = jnp.max(masked_RSBT, axis=1)
     finite_RBT = jnp.where(jnp.isfinite(top_RBT), top_RBT, 0.0)
     u_RSBT = jnp.exp(masked_RSBT - finite_RBT[:, None])
-    factors_RSBT = u_RSBT
-    if centered:  # in the same pass, so that equal logits cancel bit for bit
-        ones_RSBT = jnp.broadcast_to(sees_RS[..., None, None], u_RSBT.shape).astype(u_RSBT.dtype)
-        factors_RSBT = jnp.concatenate([u_RSBT, ones_RSBT])
-    mix_RBTD = ops.mix_all(buffer_SBTD, factors_RSBT, span)
-    R = len(logits_RSBT)
     sum_RBT = jnp.sum(u_RSBT, axis=1)
-    return [
-        Part(top_RBT[r], sum_RBT[r], mix_RBTD[r], mix_RBTD[R + r] if centered else None)
-        for r in range(R)
-    ]
+    parts = []
+    for r, u_SBT in enumerate(u_RSBT):
+        total_BTD = None
+        if centered:  # as the mix is summed, so that equal logits cancel bit for bit
+            seen_SBT = jnp.broadcast_to(sees_RS[r][:, None, None], u_SBT.shape)
+            total_BTD = mix(buffer_SBTD, seen_SBT.astype(u_SBT.dtype))
+        parts.append(Part(top_RBT[r], sum_RBT[r], mix(buffer_SBTD, u_SBT), total_BTD))
+    return parts
 
 
 def join(part: Part, singles: list[tuple[jax.Array, jax.Array]], top_BT: Any = None) -> Part:
@@ -196,11 +183,11 @@ def gather(
     c_RBT: jax.Array,
     eps: float,
     centered: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Gradients of sources from the readers whose gradients lie in the buffer, reader j in j + 1.
 
     Args:
-      ops: routing_ops or routing_kernels.
+      ops: routing_ops or routing_kernels, whose `mix_and_dot` is used.
       buffer_SBTD: gradients of the mixes of the readers for which `sees_RK` holds.
       values_KBTD: the sources.
       sees_RK: which reader sees which of them.
@@ -213,13 +200,14 @@ def gather(
       centered: whether the factors are the weights minus 1/S.
 
     Returns:
-      The gradients [K, B, T, D] in the statistics dtype, and those of queries and gains [R, D].
+      The gradients [B, T, D] of each, and those of queries and gains, [R, D].
     """
 
     def logits(values_KBTD: jax.Array, query_RD: jax.Array, gain_RD: jax.Array) -> jax.Array:
         return logits_of_readers(values_KBTD, query_RD, gain_RD, eps)
 
-    logits_RKBT, pull = jax.vjp(logits, values_KBTD, readers.query_RD, readers.gain_RD)
+    wide_KBTD = values_KBTD.astype(statistics_dtype(values_KBTD.dtype))
+    logits_RKBT, pull = jax.vjp(logits, wide_KBTD, readers.query_RD, readers.gain_RD)
     masked_RKBT = jnp.where(sees_RK[..., None, None], logits_RKBT, -jnp.inf)
     top_R1BT, sum_R1BT = stats.top_RBT[:, None], stats.sum_RBT[:, None]
     count_R111 = jnp.asarray(count_R)[:, None, None, None]
@@ -230,10 +218,10 @@ def gather(
         factors_RKBT = (count * u_RKBT - sum_R1BT) / (count * sum_R1BT)
         factors_RKBT = jnp.where(sees_RK[..., None, None], factors_RKBT, 0.0)
     factors_KSBT = jnp.pad(jnp.swapaxes(factors_RKBT, 0, 1), ((0, 0), (1, 0), (0, 0), (0, 0)))
-    others_KBTD = values_KBTD.astype(buffer_SBTD.dtype)
-    mixed_KBTD, dots_KSBT = ops.mix_and_dot(buffer_SBTD, factors_KSBT, others_KBTD, span)
+    mixed, dots_KSBT = ops.mix_and_dot(buffer_SBTD, factors_KSBT, values_KBTD, span)
     d_factors_RKBT = jnp.swapaxes(dots_KSBT[:, 1:], 0, 1)
     d_logits_RKBT = weights_RKBT * (d_factors_RKBT - c_RBT[:, None])
     d_logits_RKBT = jnp.where(sees_RK[..., None, None] & (count_R111 > 1), d_logits_RKBT, 0.0)
     d_values_KBTD, d_query_RD, d_gain_RD = pull(d_logits_RKBT)
-    return mixed_KBTD + d_values_KBTD, d_query_RD, d_gain_RD
+    d_values = [m + d for m, d in zip(mixed, d_values_KBTD, strict=True)]
+    return [d.astype(values_KBTD.dtype) for d in d_values], d_query_RD, d_gain_RD

@@ -62,52 +62,100 @@ def choose(model: Any, platform: str, row_tokens: int) -> str:
     return "batched" if reason or grows == "block" else "pallas"
 
 
-def mix_all(buffer_SBTD: jax.Array, factors_RSBT: jax.Array, span: Any) -> jax.Array:
-    """As `routing_ops.mix_all`."""
-    return _run(buffer_SBTD, factors_RSBT, None, span)[0]
+def read(
+    buffer_SBTD: jax.Array,
+    direction_RD: jax.Array,
+    span: tuple[Any, Any],
+    end_R: jax.Array,
+    eps: float,
+    centered: bool,
+) -> tuple[list[jax.Array], jax.Array, jax.Array, Any]:
+    """Sums over the sources of each reader, by an online softmax.
+
+    Args:
+      buffer_SBTD: the sources.
+      direction_RD: query times gain.
+      span: the first slot, and the last plus 1.
+      end_R: the slot where a reader's view ends, inside the span.
+      eps: the epsilon of the key norm.
+      centered: also sum the sources as they are.
+
+    Returns:
+      With u = exp(logit − top): Σ u s as [B, T, D] for each reader; top and Σ u, [R, B, T] (−inf
+      and 0 without sources); Σ s of the span, or None.
+    """
+    D = buffer_SBTD.shape[-1]
+    R = len(direction_RD)
+    bounds = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in (*span, *end_R)])
+    scaled_R1D1 = direction_RD.astype(jnp.float32)[:, None, :, None]
+    outs = ["mix"] * (R + centered) + ["row", "row"]
+    kernel = functools.partial(_read_kernel, R, eps, D)
+    results = _call("route", kernel, bounds, buffer_SBTD, [scaled_R1D1], ["same"], outs, R)
+    mixes = [jnp.swapaxes(mix[0], 1, 2) for mix in results[: R + centered]]
+    top_RBT, sum_RBT = (row[:, :, 0] for row in results[-2:])
+    return mixes[:R], top_RBT, sum_RBT, mixes[R] if centered else None
 
 
 def mix_and_dot(
     buffer_SBTD: jax.Array, factors_RSBT: jax.Array, others_RBTD: jax.Array, span: Any
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[list[jax.Array], jax.Array]:
     """As `routing_ops.mix_and_dot`."""
-    mixes_RBTD, dots_RBST = _run(buffer_SBTD, factors_RSBT, others_RBTD, span)
-    return mixes_RBTD, jnp.swapaxes(dots_RBST, 1, 2)
+    R = len(factors_RSBT)
+    bounds = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in span])
+    arrays = [jnp.swapaxes(factors_RSBT, 1, 2), jnp.swapaxes(others_RBTD, 2, 3)]
+    outs = ["mix"] * R + ["slots"]
+    results = _call(
+        "route_back", _mix_kernel, bounds, buffer_SBTD, arrays, ["slots", "mix"], outs, R
+    )
+    return [jnp.swapaxes(mix[0], 1, 2) for mix in results[:R]], jnp.swapaxes(results[R], 1, 2)
 
 
-def _run(buffer_SBTD: jax.Array, factors_RSBT: jax.Array, others_RBTD: Any, span: Any) -> Any:
-    """Mixes [R, B, T, D] and dot products [R, B, S, T] (None without others)."""
-    arrays = [jnp.swapaxes(buffer_SBTD, 2, 3), jnp.swapaxes(factors_RSBT, 1, 2)]
-    if others_RBTD is not None:
-        arrays.append(jnp.swapaxes(others_RBTD, 2, 3))
-    bounds_2 = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in span])
-    call = functools.partial(_local, interpret=INTERPRET)
+def _call(
+    name: str,
+    kernel: Any,
+    bounds: jax.Array,
+    buffer_SBTD: jax.Array,
+    arrays: list[jax.Array],
+    ins: list[str],
+    outs: list[str],
+    R: int,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel on the tokens of each device.
+
+    Arrays are [R, B, height, T] with a height of D (`mix`), S (`slots`) or 1 (`row`), or the same
+    for all tokens (`same`); a `mix` that is put out holds one reader.
+    """
+    local = functools.partial(_local, name, kernel, ins, outs, R)
+    buffer_SBDT = jnp.swapaxes(buffer_SBTD, 2, 3)
     if not jax.sharding.get_abstract_mesh().empty:
         along = nn.logical_to_mesh_axes((None, "batch", None, "length"))
         whole = jax.sharding.PartitionSpec()
-        call = jax.shard_map(
-            call,
-            in_specs=(whole, *[along] * len(arrays)),
-            out_specs=(along,) * (len(arrays) - 1),
+        specs = [whole if kind == "same" else along for kind in ins]
+        local = jax.shard_map(
+            local,
+            in_specs=(whole, along, *specs),
+            out_specs=(along,) * len(outs),
             check_vma=False,
         )
-    results = call(bounds_2, *arrays)
-    return jnp.swapaxes(results[0], 2, 3), results[1] if len(results) > 1 else None
+    results: tuple[jax.Array, ...] = local(bounds, buffer_SBDT, *arrays)
+    return results
 
 
 def _local(
-    bounds_2: jax.Array,
+    name: str,
+    kernel: Any,
+    ins: list[str],
+    outs: list[str],
+    R: int,
+    bounds: jax.Array,
     buffer_SBDT: jax.Array,
-    factors_RBST: jax.Array,
-    *others_RBDT: jax.Array,
-    interpret: bool,
+    *arrays: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """As `_run`, of one device, in the kernel's order of axes."""
     S, B, D, T = buffer_SBDT.shape
-    R = len(factors_RBST)
-    fits = [n for n in range(_LANES, T + 1, _LANES) if T % n == 0]
     itemsize = buffer_SBDT.dtype.itemsize
+    fits = [n for n in range(_LANES, T + 1, _LANES) if T % n == 0]
     tile = max([n for n in fits if n * D * itemsize <= _TILE_BYTES], default=fits[0])
+    heights = {"mix": D, "slots": S, "row": 1}
 
     def slot(place: int) -> Any:
         def index(b: Any, t: Any, step: Any, bounds: Any) -> Any:
@@ -117,54 +165,117 @@ def _local(
 
         return pl.BlockSpec((1, 1, D, tile), index)
 
-    def of_tile(height: int) -> Any:
-        return pl.BlockSpec((R, 1, height, tile), lambda b, t, step, bounds: (0, b, 0, t))
+    def spec(kind: str, readers: int = R) -> Any:
+        if kind == "same":
+            return pl.BlockSpec((R, 1, D, 1), lambda b, t, step, bounds: (0, 0, 0, 0))
+        shape = (readers, 1, heights[kind], tile)
+        return pl.BlockSpec(shape, lambda b, t, step, bounds: (0, b, 0, t))
 
-    shapes = [jax.ShapeDtypeStruct((R, B, n, T), jnp.float32) for n in (D, S)]
-    dots = len(others_RBDT)
+    readers = [1 if kind == "mix" else R for kind in outs]
+    pairs = list(zip(outs, readers, strict=True))
+    moved: float = sum(B * T * heights[kind] * n * 4 for kind, n in pairs)
+    moved += sum(a.size * a.dtype.itemsize for a in arrays) + S / 2 * B * T * D * itemsize
     results = pl.pallas_call(
-        functools.partial(_kernel, bool(dots)),
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(B, T // tile, math.ceil(S / _SLOTS)),
-            in_specs=[*map(slot, range(_SLOTS)), of_tile(S), *[of_tile(D)] * dots],
-            out_specs=[of_tile(D), of_tile(S)][: 1 + dots],
+            in_specs=[*map(slot, range(_SLOTS)), *map(spec, ins)],
+            out_specs=[spec(kind, n) for kind, n in pairs],
         ),
-        out_shape=shapes[: 1 + dots],
+        out_shape=[jax.ShapeDtypeStruct((n, B, heights[k], T), jnp.float32) for k, n in pairs],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=_FAST_MEMORY,
         ),
-        cost_estimate=_cost(S, R, B * T * D, itemsize, dots),
-        name="route_and_dot" if dots else "route",
-        interpret=interpret,
-    )(bounds_2, *[buffer_SBDT] * _SLOTS, factors_RBST, *others_RBDT)
+        # Of the mean over the layers, where half of the slots are in the span.
+        cost_estimate=pl.CostEstimate(
+            flops=2 * S * R * B * T * D, bytes_accessed=int(moved), transcendentals=0
+        ),
+        name=name,
+        interpret=INTERPRET,
+    )(bounds, *[buffer_SBDT] * _SLOTS, *arrays)
     return tuple(results)
 
 
-def _cost(S: int, R: int, size: int, itemsize: int, dots: int) -> pl.CostEstimate:
-    """Of the mean over the layers, where half of the slots are in the span."""
-    slots = S / 2
-    return pl.CostEstimate(
-        flops=int(2 * slots * R * (1 + dots) * size),
-        bytes_accessed=int((slots * itemsize + R * 4 + dots * R * itemsize) * size),
-        transcendentals=0,
-    )
+def _values(slots: Any, number: Any) -> list[jax.Array]:
+    """Some rows of the slots of a step, in float32."""
+    return [slot[0, 0, pl.ds(number * _ROWS, _ROWS), :].astype(jnp.float32) for slot in slots]
 
 
-def _kernel(has_dots: bool, bounds: Any, *refs: Any) -> None:
-    slots, (factors, *rest) = refs[:_SLOTS], refs[_SLOTS:]
-    others: Any
-    dots: Any
-    others, mixes, dots = rest if has_dots else (None, rest[0], None)
-    step = pl.program_id(2)
-    R, _, D, tile = mixes.shape
+def _read_kernel(R: int, eps: float, D: int, bounds: Any, *refs: Any) -> None:
+    slots, (directions, *outs) = refs[:_SLOTS], refs[_SLOTS:]
+    *mixes, tops, sums = outs
+    step, tile = pl.program_id(2), tops.shape[-1]
 
     @pl.when(step == 0)
     def _start() -> None:
-        mixes[...] = jnp.zeros_like(mixes)
-        if has_dots:
-            dots[...] = jnp.zeros_like(dots)
+        tops[...] = jnp.full_like(tops, -jnp.inf)
+        for out in (*mixes, sums):
+            out[...] = jnp.zeros_like(out)
+
+    first = bounds[0] + step * _SLOTS
+
+    @pl.when(first < bounds[1])
+    def _add() -> None:
+        places = [first + place for place in range(_SLOTS)]
+
+        def products(number: Any, carry: Any) -> Any:
+            squares, dots = carry
+            values = _values(slots, number)
+            squares = [total + v * v for total, v in zip(squares, values, strict=True)]
+            here = pl.ds(number * _ROWS, _ROWS)
+            rows = [directions[r, 0, here, :] for r in range(R)]
+            dots = [
+                [total + v * rows[r] for total, v in zip(dots[r], values, strict=True)]
+                for r in range(R)
+            ]
+            return squares, dots
+
+        zeros = [jnp.zeros((_ROWS, tile), jnp.float32)] * _SLOTS
+        squares, dots = lax.fori_loop(0, D // _ROWS, products, (zeros, [zeros] * R))
+        scales = [lax.rsqrt(jnp.sum(square, axis=0, keepdims=True) / D + eps) for square in squares]
+        rescales: list[Any] = []
+        weights: list[Any] = []
+        for r in range(R):
+            old = tops[r, 0, :, :]
+            logits = [
+                jnp.where(
+                    place < bounds[2 + r], jnp.sum(dot, axis=0, keepdims=True) * scale, -jnp.inf
+                )
+                for place, dot, scale in zip(places, dots[r], scales, strict=True)
+            ]
+            top = functools.reduce(jnp.maximum, logits, old)
+            finite = jnp.where(top == -jnp.inf, 0.0, top)
+            rescales.append(jnp.exp(old - finite))
+            weights.append([jnp.exp(logit - finite) for logit in logits])
+            tops[r, 0, :, :] = top
+            sums[r, 0, :, :] = sums[r, 0, :, :] * rescales[r] + functools.reduce(
+                jnp.add, weights[r]
+            )
+        # Of a total over the sources as they are, where it is asked for.
+        ones = [jnp.where(place < bounds[1], 1.0, 0.0) for place in places]
+        rescales, weights = [*rescales, 1.0], [*weights, ones]
+
+        def mix(number: Any, carry: None) -> None:
+            here, values = pl.ds(number * _ROWS, _ROWS), _values(slots, number)
+            for out, rescale, weight in zip(mixes, rescales, weights, strict=False):
+                total = out[0, 0, here, :] * rescale
+                for w, value in zip(weight, values, strict=True):
+                    total += w * value
+                out[0, 0, here, :] = total
+
+        lax.fori_loop(0, D // _ROWS, mix, None)
+
+
+def _mix_kernel(bounds: Any, *refs: Any) -> None:
+    slots, (factors, others, *mixes, dots) = refs[:_SLOTS], refs[_SLOTS:]
+    step, (R, _, D, tile) = pl.program_id(2), others.shape
+
+    @pl.when(step == 0)
+    def _start() -> None:
+        for out in (*mixes, dots):
+            out[...] = jnp.zeros_like(out)
 
     first = bounds[0] + step * _SLOTS
     places = [first + place for place in range(_SLOTS)]
@@ -181,28 +292,22 @@ def _kernel(has_dots: bool, bounds: Any, *refs: Any) -> None:
         ]
 
         def rows(number: Any, sums: Any) -> Any:
-            here = pl.ds(number * _ROWS, _ROWS)
-            values = [slot[0, 0, here, :].astype(jnp.float32) for slot in slots]
+            here, values = pl.ds(number * _ROWS, _ROWS), _values(slots, number)
+            result = []
             for r in range(R):
-                total = mixes[r, 0, here, :]
+                total, other = mixes[r][0, 0, here, :], others[r, 0, here, :].astype(jnp.float32)
                 for weight, value in zip(weights[r], values, strict=True):
                     total += weight * value
-                mixes[r, 0, here, :] = total
-            if not has_dots:
-                return sums
-            wide = [others[r, 0, here, :].astype(jnp.float32) for r in range(R)]
-            return [
-                [total + value * wide[r] for total, value in zip(sums[r], values, strict=True)]
-                for r in range(R)
-            ]
+                mixes[r][0, 0, here, :] = total
+                result.append([s + v * other for s, v in zip(sums[r], values, strict=True)])
+            return result
 
-        zeros = [[jnp.zeros((_ROWS, tile), jnp.float32)] * _SLOTS for _ in range(R * has_dots)]
+        zeros = [[jnp.zeros((_ROWS, tile), jnp.float32)] * _SLOTS for _ in range(R)]
         sums = lax.fori_loop(0, D // _ROWS, rows, zeros)
-        if has_dots:
-            for place, p in enumerate(places):
+        for place, p in enumerate(places):
 
-                @pl.when(p < bounds[1])
-                def _store(place: int = place, p: Any = p) -> None:
-                    for r in range(R):
-                        dot = jnp.sum(sums[r][place], axis=0, keepdims=True)
-                        dots[r, 0, pl.ds(p, 1), :] = dot
+            @pl.when(p < bounds[1])
+            def _store(place: int = place, p: Any = p) -> None:
+                for r in range(R):
+                    dot = jnp.sum(sums[r][place], axis=0, keepdims=True)
+                    dots[r, 0, pl.ds(p, 1), :] = dot

@@ -137,23 +137,16 @@ def mix(values_SBTD: jax.Array, factors_SBT: jax.Array) -> jax.Array:
     return jnp.sum(factors_SBT[..., None] * values_SBTD.astype(factors_SBT.dtype), axis=0)
 
 
-def mix_all(values_SBTD: jax.Array, factors_RSBT: jax.Array, span: Any) -> jax.Array:
-    """The mixes of several readers of the same sources, [R, B, T, D].
-
-    Factors are 0 outside of the slots span[0] … span[1] − 1, which a kernel may leave out.
-    """
-    return jnp.stack([mix(values_SBTD, factors_SBT) for factors_SBT in factors_RSBT])
-
-
 def mix_and_dot(
     values_SBTD: jax.Array, factors_RSBT: jax.Array, others_RBTD: jax.Array, span: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Mixes, and the dot products of values and others: [R, B, T, D] and [R, S, B, T].
+) -> tuple[list[jax.Array], jax.Array]:
+    """Mixes [B, T, D] for each row of factors, and the dot products of values and others.
 
-    Dot products outside of the span mean nothing.
+    Factors are 0 outside of the slots span[0] … span[1] − 1, and the dot products, [R, S, B, T],
+    mean nothing there: a kernel may leave these slots out.
     """
     dots = [
         jnp.sum(values_SBTD.astype(factors_RSBT.dtype) * other_BTD[None], axis=-1)
         for other_BTD in others_RBTD.astype(factors_RSBT.dtype)
     ]
-    return mix_all(values_SBTD, factors_RSBT, span), jnp.stack(dots)
+    return [mix(values_SBTD, factors_SBT) for factors_SBT in factors_RSBT], jnp.stack(dots)

@@ -1,7 +1,7 @@
 """Passes over the buffer of sources: logits, sums for the readers of a layer, gradients of sources.
 
-With `model.residual.kernel=direct` the logits of a reader are computed where it reads; else those
-of all readers when a source is born, in a table.
+By `model.residual.kernel` the logits of a reader are computed where it reads (`direct`, and inside
+the kernel of `pallas`), or those of all readers when a source is born, in a table (`batched`).
 
 B batch, T sequence, D width, S slots, R readers.
 """
@@ -41,12 +41,12 @@ class Passes:
         self.eps: float = config.norm_eps
         self.centered: bool = config.residual.centered
         self.wide = statistics_dtype(config.dtype)
-        self.direct = config.residual.kernel == "direct"
+        self.has_table = config.residual.kernel in ("auto", "batched")
         self.ops: Any = routing_kernels if config.residual.kernel == "pallas" else routing_ops
 
     def empty_table(self, buffer: jax.Array) -> Any:
         """Where the logits of all readers on all slots go, [S, R, B, T]; None if not wanted."""
-        if self.direct:
+        if not self.has_table:
             return None
         shape = (len(buffer), len(self.view.end_R), *buffer.shape[1:3])
         return jnp.zeros(shape, self.wide)
@@ -64,29 +64,45 @@ class Passes:
 
     def table_of(self, buffer: jax.Array, readers: Readers) -> Any:
         """The whole table, made again slot by slot."""
-        if self.direct:
+        if not self.has_table:
             return None
         return lax.map(lambda value: self._logits(value[None], readers)[:, 0], buffer)
 
-    def parts(
-        self, buffer: jax.Array, table: Any, readers: Readers, layer: Any, tops: Any
-    ) -> list[Part]:
+    def parts(self, buffer: jax.Array, table: Any, readers: Readers, layer: Any) -> list[Part]:
         """Sums of the two readers of a layer over what was written before it."""
-        slot, slots = 1 + 2 * layer, jnp.arange(len(buffer))
-        sees = reader_rule.sees(self.view, slot - 1 + jnp.arange(2), slots) & (slots < slot)[None]
-        top = None if tops is None else lax.dynamic_slice_in_dim(tops, slot - 1, 2)
-        logits = self._rows(buffer, table, readers, slot - 1, 2)
-        span = (self.view.first, slot)
-        centered = self.centered
-        return reader_rule.passes(self.ops, buffer, logits, sees, span, top, centered)
+        return self._sums(buffer, table, readers, 2 * layer, 2, 1 + 2 * layer, self.centered)
 
     def last_part(self, buffer: jax.Array, table: Any, readers: Readers) -> Part:
         """Sums of the model's last reader over all sources."""
-        number, slots = len(self.view.end_R) - 1, jnp.arange(len(buffer))
-        sees = reader_rule.sees(self.view, jnp.array([number]), slots)
-        logits = self._rows(buffer, table, readers, number, 1)
-        span = (self.view.first, number + 1)
-        return reader_rule.passes(self.ops, buffer, logits, sees, span, None, False)[0]
+        number = len(self.view.end_R) - 1
+        return self._sums(buffer, table, readers, number, 1, number + 1, False)[0]
+
+    def _sums(
+        self,
+        buffer: jax.Array,
+        table: Any,
+        readers: Readers,
+        first: Any,
+        count: int,
+        end: Any,
+        centered: bool,
+    ) -> list[Part]:
+        """Sums of some readers over the slots before `end`."""
+        numbers = first + jnp.arange(count)
+        if self.ops is routing_kernels:
+            some = readers.at(first, count)
+            direction = some.query_RD * some.gain_RD
+            ends = jnp.minimum(jnp.asarray(self.view.end_R)[numbers], end)
+            span = (self.view.first, end)
+            args = (buffer, direction, span, ends, self.eps, centered)
+            mixes, tops, sums, total = routing_kernels.read(*args)
+            # The total is that of the whole span, which a reader sees whole or not at all.
+            totals = [total if total is None else total * (e > span[0]) for e in ends]
+            return [Part(*part) for part in zip(tops, sums, mixes, totals, strict=True)]
+        slots = jnp.arange(len(buffer))
+        sees = reader_rule.sees(self.view, numbers, slots) & (slots < end)[None]
+        logits = self._rows(buffer, table, readers, first, count)
+        return reader_rule.sum_up(buffer, logits, sees, centered)
 
     def _rows(self, buffer: Any, table: Any, readers: Readers, first: Any, count: int) -> jax.Array:
         """The logits of some readers on all slots, [count, S, B, T]."""
@@ -117,4 +133,4 @@ class Passes:
         d_readers = back.d_readers._replace(
             query_RD=back.d_readers.query_RD + d_query, gain_RD=back.d_readers.gain_RD + d_gain
         )
-        return list(d_values), back._replace(d_readers=d_readers)
+        return d_values, back._replace(d_readers=d_readers)

@@ -118,7 +118,7 @@ class _Depth:
             buffer, table, stream = carry
             params, layer = xs
             params = unflat(params, sublayers)
-            parts = self.passes.parts(buffer, table, readers, layer, None)
+            parts = self.passes.parts(buffer, table, readers, layer)
             made: list[Any] = []
             stats, kept = [], []
             for k, kind in enumerate(variants.SUBLAYERS):
@@ -167,27 +167,27 @@ class _Depth:
             params, layer, kept = xs
             params = unflat(params, sublayers)
             slot = 1 + 2 * layer
-            values = lax.dynamic_slice_in_dim(buffer, slot, 2).astype(self.wide)
+            values = lax.dynamic_slice_in_dim(buffer, slot, 2)
             d_values, back = self.passes.gather(buffer, values, slot, readers, stats, back)
-            parts = self.passes.parts(buffer, table, readers, layer, stats.top_RBT)
+            parts = self.passes.parts(buffer, table, readers, layer)
             streams, stream = self._streams(buffer, values, slot, stream)
             d_params: Params = {}
             d_mixes: list[Any] = [None, None]
             for k in (1, 0):
                 kind, number = variants.SUBLAYERS[k], 2 * layer + k
-                made, top = [v for v in values[:k]], stats.top_RBT[number]
+                made, top = [v.astype(self.wide) for v in values[:k]], stats.top_RBT[number]
                 x, pull_read, own = self._read_again(
                     number, parts[k], readers.at(number, 1), made, streams[k], top
                 )
                 d_y = d_values[k] if d_stream is None else d_values[k] + d_stream
                 pull = self._derivative(kind, params, x, context, kept[k])
                 d_own, d_x = pull(d_y.astype(self.config.dtype))
-                d_sum, d_reader, d_made, d_read, d_mixes[k] = pull_read(d_x)
+                (d_sum, d_mixes[k]), d_reader, d_made, d_read = pull_read(d_x)
                 d_params |= d_own
                 if d_stream is not None:
                     d_stream = (d_stream if self.row.appends == "output" else d_y) + d_read
                 if made:
-                    d_values[0] += d_made[0]
+                    d_values[0] = d_values[0] + d_made[0]
                 back = back.add(number, d_reader, -own.sum_RBT * d_sum)
             buffer, d_mixes = lax.optimization_barrier((buffer, d_mixes))
             buffer = _put(buffer, d_mixes, slot)
@@ -198,8 +198,7 @@ class _Depth:
         (buffer, _, d_stream, back), d_layers = lax.scan(body, carry, xs, reverse=True)
         d_embedding = jnp.zeros((), self.wide) if d_stream is None else d_stream
         if self.row.seeded:
-            first = buffer[:1].astype(self.wide)
-            d_first, back = self.passes.gather(buffer, first, 0, readers, stats, back)
+            d_first, back = self.passes.gather(buffer, buffer[:1], 0, readers, stats, back)
             d_embedding += d_first[0]
         d_layers = jax.tree.map(lambda d, p: d.reshape(p.shape), d_layers, sublayers)
         return d_layers, back.d_readers, d_embedding.astype(buffer.dtype), None
@@ -212,9 +211,12 @@ class _Depth:
         made: list[Any],
         stream: Any,
         top: Any = None,
-        more: Any = 0.0,
+        more: tuple[Any, Any] = (0.0, 0.0),
     ) -> tuple[jax.Array, Stats]:
-        """What a sublayer reads: the sums over the buffer, and what came after it."""
+        """What a sublayer reads: the sums over the buffer, and what came after it.
+
+        `more` is added to Σ u and to the mix.
+        """
         eps, count = self.config.norm_eps, jnp.asarray(self.view.count_R)[number]
         values = [] if reader.null_RD is None else [reader.null_RD[None]]
         values += made + ([stream] if self.row.live == "always" else [])
@@ -224,7 +226,8 @@ class _Depth:
             for value in values
         ]
         part = reader_rule.join(part, list(zip(values, logits, strict=True)), top)
-        mix = reader_rule.mix_of(part, count) + more
+        part = part._replace(sum_BT=part.sum_BT + more[0])
+        mix = reader_rule.mix_of(part, count) + more[1]
         gate = None if reader.gate_R is None else reader.gate_R[0]
         x = residual.sublayer_input(self.config, stream, mix, gate)
         return x, Stats(part.top_BT, jnp.where(count > 0, part.sum_BT, 1.0))
@@ -232,14 +235,13 @@ class _Depth:
     def _read_again(
         self, number: Any, part: Part, reader: Readers, made: Any, stream: Any, top: Any
     ) -> tuple[Any, ...]:
-        """`_read`, its derivative by (sum of the part, reader, made, stream, mix), its stats."""
+        """`_read`, its derivative by (Σ u, mix), reader, made and stream, and its stats."""
 
-        def read(sum_BT: jax.Array, reader: Readers, made: Any, stream: Any, more: Any) -> Any:
-            own = part._replace(sum_BT=sum_BT)
-            return self._read(number, own, reader, made, stream, top, more)
+        def read(more: Any, reader: Readers, made: Any, stream: Any) -> Any:
+            return self._read(number, part, reader, made, stream, top, more)
 
-        args = (part.sum_BT, reader, made, stream, jnp.zeros_like(part.mix_BTD))
-        return jax.vjp(read, *args, has_aux=True)
+        more = (jnp.zeros_like(part.sum_BT), jnp.zeros_like(part.mix_BTD))
+        return jax.vjp(read, more, reader, made, stream, has_aux=True)
 
     def _function(self, kind: str) -> Any:
         def function(params: Params, x: jax.Array, context: Context) -> jax.Array:
@@ -270,8 +272,8 @@ class _Depth:
         if not self.summed:
             before = lax.dynamic_index_in_dim(buffer, slot - 1, 0, keepdims=False)
             return [before, values[0].astype(before.dtype)], None
-        between = stream - values[1]
-        stream = between - values[0]
+        between = stream - values[1].astype(stream.dtype)
+        stream = between - values[0].astype(stream.dtype)
         return [stream.astype(buffer.dtype), between.astype(buffer.dtype)], stream
 
 
