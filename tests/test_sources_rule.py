@@ -1,0 +1,166 @@
+"""The rule for sources of every sublayer: memory, precision, and its kernels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections.config_dict.config_dict import FrozenConfigDict
+
+from deltares_jax import config as config_lib
+from deltares_jax.models import routing_kernels, routing_ops, transformer, variants
+
+PER_SUBLAYER = [name for name, row in variants.VARIANTS.items() if row.grows == "sublayer"]
+per_sublayer = pytest.mark.parametrize("name", PER_SUBLAYER)
+
+
+def model(name: str, num_layers: int, **changes) -> FrozenConfigDict:
+    config = config_lib.default().model
+    config.update({"width": 32, "num_layers": num_layers, "num_heads": 2, "num_kv_heads": 1})
+    config.update({"head_dim": 16, "mlp_width": 64, "vocab_size": 64, "remat": "full"})
+    config.residual.variant = name
+    residual = {k: changes.pop(k) for k in list(changes) if k in config.residual}
+    config.residual.update({"num_blocks": 1, **residual})
+    config.update(changes)
+    return FrozenConfigDict(config.to_dict())
+
+
+def batch(rows: int, length: int):
+    ids_BT = np.asarray(jax.random.randint(jax.random.key(3), (rows, length), 0, 64))
+    positions_BT = np.broadcast_to(np.arange(length), (rows, length))
+    return ids_BT, positions_BT, np.ones((rows, length), np.int32)
+
+
+def loss_of(config: FrozenConfigDict, inputs):
+    def loss(params):
+        hidden_BTD = transformer.apply(config, params, *inputs).hidden_BTD.astype(jnp.float32)
+        logits_BTV = jnp.einsum("btd,vd->btv", hidden_BTD, transformer.head(params))
+        log_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(log_BTV, inputs[0][:, 1:, None], axis=-1))
+
+    return loss
+
+
+def parameters(config: FrozenConfigDict, scale: float):
+    """Initial parameters with queries that choose."""
+    params = transformer.init(config, jax.random.key(0))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    changed = [
+        leaf + scale * jax.random.normal(key, leaf.shape, leaf.dtype)
+        if jax.tree_util.keystr(path).endswith("['routing']['query']")
+        else leaf
+        for key, (path, leaf) in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, changed)
+
+
+def flat_gradient(config: FrozenConfigDict, params, inputs) -> np.ndarray:
+    grads = jax.jit(jax.grad(loss_of(config, inputs)))(params)
+    return np.concatenate([np.ravel(np.asarray(g, np.float64)) for g in jax.tree.leaves(grads)])
+
+
+@pytest.mark.slow
+@per_sublayer
+def test_twelve_layers_in_float64_have_the_gradient_of_the_plain_loop(name):
+    with jax.enable_x64(True):
+        inputs = batch(1, 6)
+        rule = model(name, 12, dtype="float64")
+        plain = model(name, 12, dtype="float64", scan="blocks", remat="none", kernel="direct")
+        params = parameters(rule, 0.3)
+        expected = flat_gradient(plain, params, inputs)
+        found = flat_gradient(rule, params, inputs)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11 * np.max(np.abs(expected)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["delta_attnres", "full_additive"])
+def test_bfloat16_gradients_at_depth_36_are_as_good_as_the_baselines(name):
+    inputs = batch(2, 32)
+
+    def error(name: str) -> float:
+        wide, narrow = model(name, 36), model(name, 36, dtype="bfloat16")
+        params = parameters(wide, 0.3)
+        exact, found = flat_gradient(wide, params, inputs), flat_gradient(narrow, params, inputs)
+        return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+    assert error(name) <= 1.2 * error("baseline")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+@per_sublayer
+def test_memory_grows_linearly_with_depth(name, remat):
+    inputs = batch(4, 64)
+
+    def peak(num_layers: int) -> int:
+        config = model(name, num_layers, remat=remat)
+        params = jax.eval_shape(lambda: transformer.init(config, jax.random.key(0)))
+        compiled = jax.jit(jax.grad(loss_of(config, inputs))).lower(params).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    few, some, many = peak(12), peak(24), peak(48)
+    assert many - some <= 2.1 * (some - few)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(routing_kernels, "INTERPRET", True)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize("span", [(0, 11), (3, 9), (10, 11)])
+def test_the_kernel_of_the_backward_pass_reads_its_span_alone(interpreted, span):
+    S, B, T, D, R = 11, 2, 128, 32, 2
+    seen_1S11 = ((jnp.arange(S) >= span[0]) & (jnp.arange(S) < span[1]))[None, :, None, None]
+    buffer_SBTD = normal(0, S, B, T, D)
+    factors_RSBT = jnp.where(seen_1S11, normal(1, R, S, B, T), 0.0)
+    others_RBTD = normal(2, R, B, T, D)
+    unread_SBTD = jnp.where(seen_1S11[0, ..., None], buffer_SBTD, jnp.nan)
+    found = routing_kernels.mix_and_dot(unread_SBTD, factors_RSBT, others_RBTD, span)
+    mixes, dots_RSBT = routing_ops.mix_and_dot(buffer_SBTD, factors_RSBT, others_RBTD, span)
+    inside = slice(*span)
+    np.testing.assert_allclose(found[0], mixes, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found[1][:, inside], dots_RSBT[:, inside], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("delta_attnres", {}),
+        ("delta_attnres", {"centered": True, "null_source": True, "gate": "scalar"}),
+        ("attnres_full", {}),
+        ("attnres_cumulative", {}),
+        ("delta_replace", {}),
+    ],
+)
+def test_kernels_have_the_gradient_of_the_plain_loop(interpreted, name, options):
+    inputs = batch(2, 128)
+    kernels = model(name, 3, kernel="pallas", **options)
+    plain = model(name, 3, scan="blocks", remat="none", kernel="direct", **options)
+    params = parameters(kernels, 0.3)
+    expected = flat_gradient(plain, params, inputs)
+    found = flat_gradient(kernels, params, inputs)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.max(np.abs(expected)))
+
+
+def test_kernels_are_chosen_where_they_can_run():
+    def chosen(platform: str, tokens: int, **changes) -> str:
+        return routing_kernels.choose(model("delta_attnres", 2, **changes), platform, tokens)
+
+    assert chosen("tpu", 256) == "pallas"
+    assert chosen("tpu", 64) == chosen("cpu", 256) == chosen("gpu", 256) == "batched"
+    assert chosen("tpu", 256, kernel="direct") == "direct"
+    assert routing_kernels.choose(model("delta_block", 2), "tpu", 256) == "batched"
+    assert routing_kernels.choose(model("baseline", 2), "tpu", 256) == "auto"
+    for platform, tokens, changes, reason in (
+        ("cpu", 256, {}, "platform cpu, it needs tpu"),
+        ("tpu", 64, {}, "64 tokens of a row on a device, it needs a multiple of 128"),
+        ("tpu", 256, {"width": 40}, "model.width=40, it needs a multiple of 16"),
+        ("tpu", 256, {"dtype": "float64"}, "model.dtype=float64"),
+    ):
+        with pytest.raises(ValueError, match=f"kernel=pallas does not go with {reason}"):
+            chosen(platform, tokens, kernel="pallas", **changes)
