@@ -1,0 +1,124 @@
+"""Rows of a prepared data set, by number: token streams cut in inputs and targets.
+
+A row is T+1 tokens with stride T: T inputs and T targets, so every token but the stream's first is
+a target exactly once.
+
+T sequence.
+"""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+Batch = dict[str, np.ndarray]
+
+
+class TokenStream:
+    """The tokens of one split, addressed by position through all shards.
+
+    Raises:
+      ValueError: a shard is missing, has another length than the manifest says, or cannot be read.
+    """
+
+    def __init__(self, folder: pathlib.Path, split: str, manifest: dict[str, Any]):
+        self._folder, self._split = folder, split
+        self._record_tokens, self._vocab_size = manifest["record_tokens"], manifest["vocab_size"]
+        shards = manifest["shards"][split]
+        for shard in shards:
+            path = folder / shard["file"]
+            size = path.stat().st_size if path.exists() else 0
+            if size != shard["size"]:
+                raise self._damaged(f"{path} has {size} of {shard['size']} bytes")
+        # Where each shard begins, in tokens of the stream and in records of the split.
+        self._starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+        self._first_record = np.cumsum([0, *(shard["records"] for shard in shards)])
+        try:
+            builder = tfds.builder_from_directory(str(folder))
+            self._records: Any = builder.as_data_source(split=split)
+            known = len(self._records)
+        except Exception as error:  # of TFDS, protobuf or array_record
+            raise self._damaged(_one_line(error)) from error
+        if known != self._first_record[-1]:
+            raise self._damaged(f"{known} of {self._first_record[-1]} records are there")
+        _ = self[len(self) - 1 : len(self)]  # the last record is there
+
+    def _damaged(self, reason: str) -> ValueError:
+        return ValueError(
+            f"{self._folder}: split {self._split} is damaged ({reason}); give the prepare command "
+            "again to repair it"
+        )
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """Tokens [start, stop), clipped at the end of the text."""
+        start, stop = span.start, min(span.stop, len(self))
+        parts = []
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            begin, end = int(self._starts[shard]), min(int(self._starts[shard + 1]), stop)
+            parts.append(self._of_shard(shard, start - begin, end - begin))
+            start, shard = end, shard + 1
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if tokens.max() >= self._vocab_size:
+            raise self._damaged(f"token {tokens.max()} in a vocabulary of {self._vocab_size}")
+        return tokens
+
+    def _of_shard(self, shard: int, start: int, stop: int) -> np.ndarray:
+        size, base = self._record_tokens, int(self._first_record[shard])
+        first, last = start // size, (stop - 1) // size
+        try:
+            parts = [self._records[base + i]["tokens"] for i in range(first, last + 1)]
+        except Exception as error:  # of array_record or protobuf
+            raise self._damaged(f"shard {shard}: {_one_line(error)}") from error
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return tokens[start - first * size : stop - first * size]
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+class Rows:
+    """Rows of T inputs and T targets over a stream of tokens, by number.
+
+    Each is a dict of int32 `inputs`, `targets`, `positions`, `segments` and float32 `weights`, all
+    [T]. The padding of the last row is a segment of its own with weight 0. With `document_masking`
+    each document is a segment, positions restart with it (and at the row's start), and a target
+    that begins a document has weight 0; without, the text of a row is one segment.
+    """
+
+    def __init__(self, stream: Any, seq_len: int, end_of_text: int, document_masking: bool = True):
+        self._stream, self._T, self._end_of_text = stream, seq_len, end_of_text
+        self._masking = document_masking
+
+    def __len__(self) -> int:
+        return -(-(len(self._stream) - 1) // self._T)
+
+    def __getitem__(self, row: int) -> Batch:
+        T = self._T
+        chunk = self._stream[row * T : row * T + T + 1].astype(np.int32)
+        real = chunk.size - 1
+        if real < T:
+            chunk = np.pad(chunk, (0, T - real), constant_values=self._end_of_text)
+        inputs, targets = chunk[:-1], chunk[1:]
+        index = np.arange(T, dtype=np.int32)
+        weights = index < real
+        starts = np.zeros(T, bool)
+        if self._masking:
+            ends = inputs == self._end_of_text
+            starts[1:] = ends[:-1]
+            starts[real + 1 :] = False
+            weights &= ~ends
+        if real < T:
+            starts[real] = True  # the padding
+        return {
+            "inputs": inputs,
+            "targets": targets,
+            "positions": index - np.maximum.accumulate(np.where(starts, index, 0)),
+            "segments": np.cumsum(starts, dtype=np.int32) + 1,
+            "weights": weights.astype(np.float32),
+        }
