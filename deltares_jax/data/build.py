@@ -267,19 +267,19 @@ def _work_in_beam(job: parts.Job, part: sources.Part) -> None:
 
 def _settle(job: parts.Job, shown: progress.Progress) -> list[sources.Part]:
     """The parts that count; the last of each split is cut to what the ones before leave it."""
+    if not job.limit:
+        return list(job.source.parts)
     kept = []
     left = dict.fromkeys(sources.SPLITS, job.limit)
     for part in job.source.parts:
         split = parts.main_split(part)
-        if job.limit and left[split] <= 0:
+        if left[split] <= 0:
             continue
         note = parts.read_note(job, part)
         if note is None or not parts.fits(note, left[split]):
             note = parts.work(job, part, left[split], shown.advance)
         kept.append(part)
-        left[split] -= note["tokens"]
-        if note["cut"]:
-            left[split] = 0
+        left[split] = 0 if note["cut"] else left[split] - note["tokens"]
     return kept
 
 
@@ -294,9 +294,11 @@ def _finish(
     listed = sum(len(part.files) for part in job.source.parts)
     header = {**header, "files_read": sum(len(p.files) for p in kept), "files_listed": listed}
     if not any(note["shards"] for note in notes):
+        limit = f" within --max_tokens={job.limit}" if job.limit else ""
+        skipped = sum(c["skipped_documents"] for note in notes for c in note["counts"].values())
         raise ValueError(
-            f"{job.source.name}: {listed} files hold no text"
-            f"{f' that is within --max_tokens={job.limit}' if job.limit else ''}"
+            f"{job.source.name}: {listed} files hold no text{limit}; {skipped} records without text "
+            f"in {job.source.column!r} were skipped"
         )
     manifest_lib.write_json(job.folder() / "kept.json", [part.number for part in kept])
     names = _final_names(job, kept)
@@ -305,8 +307,9 @@ def _finish(
     for name, (split, final) in names.items():
         shards.setdefault(split, []).append({**by_name[name], "file": final})
         (job.folder() / name).replace(job.out / final)
-    for stray in job.folder().glob("*.array_record"):  # beyond max_tokens
-        stray.unlink()
+    for part in set(job.source.parts) - set(kept):  # beyond max_tokens
+        for stray in job.folder().glob(f"{part.number:05}*"):
+            stray.unlink()
     _record(job, shards, tokenizer.vocab_size)
     made = manifest_lib.make(header, notes, shards)
     manifest_lib.write_json(job.out / manifest_lib.MANIFEST, made)
