@@ -205,9 +205,9 @@ def backwards(job, todo, shown):
 
 def test_another_plan_in_the_same_folder_is_refused(files, tmp_path):
     prepare_files(tmp_path / "out", files)
-    with pytest.raises(ValueError, match="begun with another max_tokens .0 there, 5000 asked"):
+    with pytest.raises(ValueError, match=r"begun with another max_tokens .0 there, 5000 asked"):
         prepare_files(tmp_path / "out", files, max_tokens=5000)
-    with pytest.raises(ValueError, match="begun with another files;.* another folder"):
+    with pytest.raises(ValueError, match=r"begun with another files;.* another folder"):
         prepare_files(tmp_path / "out", files / "0.jsonl", files / "1.jsonl")
     write_files(tmp_path / "full", {"thesis.tex": b"x"})
     with pytest.raises(ValueError, match=r"full holds other files \(thesis.tex\)"):

@@ -213,8 +213,7 @@ def test_damaged_shard_is_named(sharded, tmp_path):
     shard.write_bytes(content[:2000] + middle + content[20_000:])
     rows = dataset.Dataset(folder, 16).rows["train"]
     with pytest.raises(ValueError, match=f"{folder}: split train is damaged .shard 1"):
-        for row in range(len(rows)):
-            rows[row]
+        _ = [rows[row] for row in range(len(rows))]
     shard.unlink()
     with pytest.raises(ValueError, match=f"{shard} has 0 of"):
         dataset.Dataset(folder, 16)

@@ -118,7 +118,7 @@ def test_end_of_text_may_be_the_eos_token(bpe, tmp_path, eos):
 @pytest.mark.parametrize("config", [{}, {"eos_token": None}, {"eos_token": "<nowhere>"}])
 def test_tokenizer_without_end_of_text_is_refused_with_the_fix(bpe, tmp_path, config):
     folder = changed(bpe, tmp_path / "t", rename_end, **config)
-    with pytest.raises(ValueError, match="no end-of-text token: .*name one as eos_token there"):
+    with pytest.raises(ValueError, match=r"no end-of-text token: .*name one as eos_token there"):
         tokens.get_tokenizer(str(folder))
 
 

@@ -5,27 +5,19 @@ written last, `plan.json` (what was asked for), a copy of the tokenizer, and a n
 the same byte for byte however often the work was killed, and for any number of workers.
 """
 
-import concurrent.futures
 import contextlib
 import fcntl
-import functools
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
 import pathlib
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow_datasets as tfds
 
 from deltares_jax.data import manifest as manifest_lib
-from deltares_jax.data import packing, parts, progress, sources, tokens
+from deltares_jax.data import packing, parts, progress, runners, sources, tokens
 
 PLAN = "plan.json"
-Runner = Callable[[parts.Job, Sequence[sources.Part], progress.Progress], None]
 
 
 def prepare(
@@ -33,7 +25,7 @@ def prepare(
     tokenizer: tokens.Tokenizer,
     out: pathlib.Path,
     max_tokens: int = 0,
-    runner: Runner | None = None,
+    runner: runners.Runner = runners.here,
 ) -> dict[str, Any]:
     """Prepares a source in a folder, going on with what is there; returns the manifest.
 
@@ -42,7 +34,7 @@ def prepare(
       tokenizer: how to cut it into tokens.
       out: folder of the data set.
       max_tokens: whole documents are taken while each split stays within it; 0: all.
-      runner: does the work on parts; in this process when None.
+      runner: does the work on the parts.
 
     Raises:
       ValueError: bad input, a folder that cannot be written or holds something else, or a source
@@ -68,7 +60,7 @@ def prepare(
         progress.note(f"preparing {source.name} under {out}", *source.notes)
         total = sum(map(parts.source_bytes, source.parts))
         with contextlib.closing(progress.Progress(total, max_tokens)) as shown:
-            (runner or here)(job, source.parts, shown)
+            runner(job, source.parts, shown)
             kept = _settle(job, shown)
         return _finish(job, header, kept, tokenizer)
 
@@ -146,125 +138,6 @@ def _undo(job: parts.Job) -> None:
         partial.unlink()
 
 
-def here(job: parts.Job, todo: Sequence[sources.Part], shown: progress.Progress) -> None:
-    """Works on one part after the other in this process."""
-    for part in todo:
-        if not _enough(job, part):
-            parts.work(job, part, job.limit, shown.advance)
-
-
-def _enough(job: parts.Job, part: sources.Part) -> bool:
-    """Whether the parts before one already hold all the tokens that are asked for."""
-    if not job.limit:
-        return False
-    left = job.limit
-    for other in job.source.parts:
-        if other.number >= part.number:
-            return False
-        if parts.main_split(other) != parts.main_split(part):
-            continue
-        note = parts.read_note(job, other)
-        if note is None:
-            return False
-        left -= note["tokens"]
-        if left <= 0 or note["cut"]:
-            return True
-    return False
-
-
-def pool(workers: int) -> Runner:
-    """Works on several parts at once, in processes; the cores are shared out among them."""
-
-    def run(job: parts.Job, todo: Sequence[sources.Part], shown: progress.Progress) -> None:
-        count = min(workers, len(todo))
-        threads = max(1, workers // count)
-        if count == 1:
-            _threads(threads)
-            return here(job, todo, shown)
-        context = multiprocessing.get_context("spawn")
-        counters = context.Array("q", 2)
-        executor = concurrent.futures.ProcessPoolExecutor(
-            count, context, initializer=_start_worker, initargs=(counters, threads)
-        )
-        waiting = list(todo)
-        running: set[concurrent.futures.Future[None]] = set()
-        try:
-            while waiting or running:
-                while waiting and len(running) < count:
-                    part = waiting.pop(0)
-                    if not _enough(job, part):
-                        running.add(executor.submit(_work_in_pool, job, part))
-                done, running = concurrent.futures.wait(
-                    running, 0.5, concurrent.futures.FIRST_COMPLETED
-                )
-                shown.set(counters[0], counters[1])
-                for future in done:
-                    future.result()
-        except concurrent.futures.process.BrokenProcessPool:
-            raise ValueError(
-                "a worker was killed (out of memory?); give the command again, with fewer --workers"
-            ) from None
-        finally:
-            if running:
-                for child in multiprocessing.active_children():
-                    child.terminate()
-            executor.shutdown(cancel_futures=True)
-        return None
-
-    return run
-
-
-_counters: Any = None
-
-
-def _threads(count: int) -> None:
-    os.environ["RAYON_NUM_THREADS"] = str(count)  # of the tokenizers library
-
-
-def _start_worker(counters: Any, threads: int) -> None:
-    global _counters
-    _counters = counters
-    _threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, too, and ends us
-
-    def end_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        multiprocessing.connection.wait([parent.sentinel])  # type: ignore[union-attr]
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _work_in_pool(job: parts.Job, part: sources.Part) -> None:
-    def advance(source_bytes: int, made: int) -> None:
-        with _counters.get_lock():
-            _counters[0] += source_bytes
-            _counters[1] += made
-
-    parts.work(job, part, job.limit, advance)
-
-
-def beam(runner: str, options: Sequence[str]) -> Runner:
-    """Works on the parts as a Beam pipeline; its workers must see the output folder."""
-    try:
-        import apache_beam
-        from apache_beam.options.pipeline_options import PipelineOptions
-    except ImportError:
-        raise ValueError("--beam_runner needs Beam: pip install 'deltares-jax[beam]'") from None
-
-    def run(job: parts.Job, todo: Sequence[sources.Part], shown: progress.Progress) -> None:
-        work = functools.partial(_work_in_beam, job)
-        with apache_beam.Pipeline(runner=runner, options=PipelineOptions(options)) as pipeline:
-            created = pipeline | apache_beam.Create(todo) | apache_beam.Reshuffle()
-            _ = created | apache_beam.Map(work)
-
-    return run
-
-
-def _work_in_beam(job: parts.Job, part: sources.Part) -> None:
-    parts.work(job, part, job.limit, lambda source_bytes, made: None)
-
-
 def _settle(job: parts.Job, shown: progress.Progress) -> list[sources.Part]:
     """The parts that count; the last of each split is cut to what the ones before leave it."""
     if not job.limit:
@@ -297,8 +170,8 @@ def _finish(
         limit = f" within --max_tokens={job.limit}" if job.limit else ""
         skipped = sum(c["skipped_documents"] for note in notes for c in note["counts"].values())
         raise ValueError(
-            f"{job.source.name}: {listed} files hold no text{limit}; {skipped} records without text "
-            f"in {job.source.column!r} were skipped"
+            f"{job.source.name}: {listed} files hold no text{limit}; {skipped} records without "
+            f"text in {job.source.column!r} were skipped"
         )
     manifest_lib.write_json(job.folder() / "kept.json", [part.number for part in kept])
     names = _final_names(job, kept)

@@ -190,5 +190,5 @@ def _prepare_or_refuse(
     raise ValueError(
         f"data.source={source!r} with data.tokenizer={tokenizer!r} is not prepared under {folder}; "
         f"prepare it by: python -m deltares_jax.data.prepare --source={source} "
-        f"--tokenizer={tokenizer}{where}"
+        f"--tokenizer={tokenizer}{where}; to train at once use --config=configs/debug.py"
     )

@@ -19,7 +19,7 @@ import requests
 
 _PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds, between five attempts
 _TIMEOUT = (10, 60)  # seconds, to connect and to receive something
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 _MAY_PASS = {404, 408, 429}  # and 5xx
 
 Advance = Callable[[int], None]
@@ -139,7 +139,7 @@ def download(file: RemoteFile, target: pathlib.Path, advance: Advance = lambda c
 
     def attempt() -> None:
         have = partial.stat().st_size if partial.exists() else 0
-        if have > file.size:  # also where the size is unknown
+        if have and have > file.size:  # also where the size is unknown
             partial.unlink()
             have = 0
         if have != file.size:

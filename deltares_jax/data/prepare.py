@@ -16,7 +16,7 @@ import re
 from absl import flags
 
 from deltares_jax import command
-from deltares_jax.data import build, sources, tokens
+from deltares_jax.data import build, runners, sources, tokens
 from deltares_jax.data import manifest as manifest_lib
 from deltares_jax.printing import say
 
@@ -77,9 +77,9 @@ def main() -> int:
     tokenizer = tokens.get_tokenizer(_TOKENIZER.value)
     folder = manifest_lib.folder_of(manifest_lib.root_of(""), source.name, tokenizer.name)
     out = pathlib.Path(_OUT.value).expanduser().absolute() if _OUT.value else folder
-    runner = build.pool(_WORKERS.value)
+    runner = runners.pool(_WORKERS.value)
     if _BEAM_RUNNER.value:
-        runner = build.beam(_BEAM_RUNNER.value, _BEAM_OPTIONS.value)
+        runner = runners.beam(_BEAM_RUNNER.value, _BEAM_OPTIONS.value)
     made = build.prepare(source, tokenizer, out, _MAX_TOKENS.value, runner)
     say(*manifest_lib.describe(made))
     if made["files_read"] < made["files_listed"]:

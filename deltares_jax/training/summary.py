@@ -50,9 +50,7 @@ def start_lines(
     lines += data.describe(meta["rows_seen"])
     for name, rows in data.eval_sets.items():
         if config.eval.rows > len(rows):
-            lines.append(
-                f"eval.rows={config.eval.rows}: {name} has {len(rows)} held out, all are used"
-            )
+            lines.append(f"eval.rows={config.eval.rows}: {name} has {len(rows)}, all are used")
     counts = sizes.parameter_counts(config.model)
     lines.append(
         f"{config.model.residual.variant}: {metrics.human_count(sum(counts.values()))} parameters, "
