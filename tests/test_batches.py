@@ -114,6 +114,18 @@ def test_processes_read_the_parts_of_the_batch_that_one_would(processes, seen):
         np.testing.assert_array_equal(np.concatenate(parts), batch["row"])
 
 
+@pytest.mark.parametrize("processes", [1, 4])
+def test_other_number_of_processes_goes_on_with_the_rows_that_are_left(processes):
+    """Two processes to step 5, then one or four."""
+    rows = numbered(96)
+    before = [flat(take(batches_of(rows, 7, 8, 0, process=i, processes=2), 5)) for i in (0, 1)]
+    after = [
+        flat(take(batches_of(rows, 7, 8, 40, process=i, processes=processes), 7))
+        for i in range(processes)
+    ]
+    assert sorted(itertools.chain(*before, *after)) == list(range(96))
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
 def test_an_epoch_is_all_rows_once_over_the_processes(shards):
     rows = numbered(24 * 5)
@@ -215,5 +227,8 @@ def test_rows_end_where_the_data_does_without_repeat():
     assert len(batches) == 2
     endless = flat(take(batches_of(numbered(20), 7, 8, 0), 2))
     assert flat(batches) == endless
+    shares = [list(pipeline.train_batches(order, 8, 0, i, 2)) for i in (0, 1)]
+    assert [len(share) for share in shares] == [2, 2]  # no process waits for another
+    assert not list(pipeline.train_batches(order, 8, 16))
     short = pipeline.train_rows([numbered(20), numbered(12)], [1, 1], 7, repeat=False)
     assert len(short) == 24  # the second is used up first

@@ -74,7 +74,8 @@ def train_batches(
       ValueError: the batch cannot be cut in equal parts.
     """
     share = _share(batch_size, processes)
-    own = rows[rows_seen:].batch(share, drop_remainder=True)[process::processes]
+    whole = max(0, len(rows) - rows_seen) // batch_size * batch_size  # as many on each process
+    own = rows[rows_seen : rows_seen + whole].batch(share)[process::processes]
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
     batches = own.to_iter_dataset(options)
     if workers:

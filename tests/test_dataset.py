@@ -1,0 +1,305 @@
+"""What a config names as its data, and runs on it: position, mixtures, evaluation sets, the end."""
+
+import json
+import math
+import os
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from data_helpers import prepare_files, write_files
+from ml_collections import FrozenConfigDict
+
+from deltares_jax import config as config_lib
+from deltares_jax.data import dataset, manifest, names, pipeline, sources, tokens
+from deltares_jax.training import checkpoint, loop, metrics, signals
+
+T = 16
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> pathlib.Path:
+    """Three data sets: `long`, `short` of 20 rows, and `held` without a train split."""
+    root = tmp_path_factory.mktemp("corpora")
+    texts = {"long": 400, "short": 7, "held": 5}
+    patch = pytest.MonkeyPatch()
+    for name, count in texts.items():
+        files = {f"{i:03}.txt": f"{name} {i} ".encode() * 6 for i in range(count)}
+        write_files(root / "in" / name, files)
+        splits = {"short": "train", "held": "validation"}
+        if name in splits:
+            patch.setattr(sources.Source, "split", lambda self, part, at, s=splits[name]: s)
+        prepare_files(root / name, root / "in" / name)
+        patch.undo()
+    return root
+
+
+@pytest.fixture
+def run(tiny, corpora, tmp_path):
+    """Trains a small model on the long corpus, with changes; the run's folder."""
+    tiny.model.update({"num_layers": 1})
+    tiny.model.residual.variant = "baseline"
+    tiny.optim.schedule = "constant"  # the same program for any number of steps
+    tiny.data.update({"source": "text", "dir": str(corpora / "long")})
+
+    def train(name: str = "run", **changes) -> pathlib.Path:
+        config = tiny.copy_and_resolve_references()
+        for key, value in changes.items():
+            section, _, key = key.partition("__")
+            config[section][key] = value
+        folder = tmp_path / name
+        loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:1])
+        return folder
+
+    return train
+
+
+def losses(folder: pathlib.Path) -> dict[int, float]:
+    return {step: row["loss"] for step, row in metrics.read_rows(folder)[0].items()}
+
+
+def opened(tiny, **changes) -> dataset.Data:
+    for key, value in changes.items():
+        section, _, key = key.partition("__")
+        tiny[section][key] = value
+    return dataset.open_data(FrozenConfigDict(tiny))
+
+
+# --- opening what the config names
+
+
+def test_library_of_the_config(prepared, tiny, monkeypatch, tmp_path):
+    cache = prepared.parents[2]
+    tiny.data.dir = str(cache)
+    data = dataset.open_data(FrozenConfigDict(tiny))
+    part = data.parts["py_stdlib"]
+    assert part.manifest == manifest.read(prepared)
+    assert data.fingerprint == part.manifest["fingerprint"]
+    size = part.manifest["splits"]["train"]["tokens"]
+    assert len(part.rows["train"]) == math.ceil((size - 1) / T)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(cache.parent))
+    for path in (f"~/{cache.name}", os.path.relpath(cache), str(prepared)):
+        tiny.data.dir = path
+        assert dataset.open_data(FrozenConfigDict(tiny)).fingerprint == data.fingerprint
+    assert not list(tmp_path.iterdir())  # nothing was prepared anew
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"data__source": "fineweb_edu/sample-10BT"},
+            "data.source='fineweb_edu/sample-10BT' with data.tokenizer='byte' is not prepared .*"
+            ": python -m deltares_jax.data.prepare --source=fineweb_edu/sample-10BT --tok",
+        ),
+        ({"data__tokenizer": "Qwen/Qwen3-0.6B"}, "'Qwen/Qwen3-0.6B' is not prepared"),
+        ({"data__mixture": "nowhere=1"}, "data.source='nowhere' .*is not prepared"),
+        ({"model__vocab_size": 256}, "model.vocab_size=256 must be at least 257.*='byte'"),
+        ({"eval__sets": "own=nowhere", "eval__every": 1}, "'nowhere' .*is not prepared"),
+        ({"data__dir": "{corpora}/long"}, "data.source='py_stdlib', but .*long holds 'text'"),
+        (
+            {"data__source": "{corpora}/held"},
+            "held: there is no text in split train",
+        ),
+        (
+            {"data__source": "{corpora}/short", "eval__every": 1},
+            "short: there is no text in split validation; .* eval.every=0",
+        ),
+        (
+            {"data__source": "{corpora}/long", "data__tokenizer": "{bpe}"},
+            "data.tokenizer=.*, but .*long was prepared with 'byte'",
+        ),
+    ],
+)
+def test_data_that_does_not_fit_is_refused(prepared, tiny, corpora, bpe, changes, message):
+    tiny.data.dir = str(prepared.parents[2])
+    changes = {
+        key: value.format(corpora=corpora, bpe=bpe) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        opened(tiny, **changes)
+
+
+def test_tokenizer_that_moved_is_known_by_its_content(tiny, corpora, bpe, tmp_path):
+    tokenizer = tokens.get_tokenizer(str(bpe))
+    prepare_files(tmp_path / "out", corpora / "in" / "long", tokenizer=tokenizer)
+    shutil.copytree(bpe, tmp_path / "moved")
+    names_ = {"data__source": "text", "data__dir": str(tmp_path / "out")}
+    model = {"model__vocab_size": 300}
+    opened(tiny, data__tokenizer=str(tmp_path / "moved"), **names_, **model)
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("", {}),
+        ("a=1", {"a": 1.0}),
+        ("/d/x=0.7, fineweb_edu/default=0.3", {"/d/x": 0.7, "fineweb_edu/default": 0.3}),
+    ],
+)
+def test_mixture_is_a_list_of_weights(text, parsed):
+    assert names.parse_mixture(text) == parsed
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("data.mixture", "a", "'a' must have the form SOURCE_OR_FOLDER=WEIGHT"),
+        ("data.mixture", "a=1,a=2", "names a twice"),
+        ("data.mixture", "a=0", "the weight '0' of a must be a number from 1e-6 to 1e6"),
+        ("data.mixture", "a=nan", "the weight 'nan' of a"),
+        ("data.mixture", "a=x", "the weight 'x' of a"),
+        ("eval.sets", "a", "'a' must have the form NAME="),
+        ("eval.sets", "=b", "'=b' must have the form NAME="),
+    ],
+)
+def test_list_of_another_form_is_refused(tiny, key, text, message):
+    section, _, name = key.partition(".")
+    tiny[section][name] = text
+    with pytest.raises(ValueError, match=f"{key}='{text}'.*{message}"):
+        config_lib.resolve(tiny)
+
+
+def test_evaluation_sets_by_name_and_split():
+    parsed = names.parse_sets("web=fineweb_edu/default,own=/d/x:train,b=c:validation,w=a:b")
+    assert parsed == {
+        "web": ("fineweb_edu/default", "validation"),
+        "own": ("/d/x", "train"),
+        "b": ("c", "validation"),
+        "w": ("a:b", "validation"),
+    }
+
+
+# --- every token once, and nothing held out among them
+
+
+def test_training_and_held_out_documents_do_not_meet(corpora):
+    made = dataset.Dataset(corpora / "long", T)
+    texts = {}
+    for split, stream in made.streams.items():
+        ids = stream[0 : len(stream)]
+        ends = np.flatnonzero(ids == 256) + 1
+        texts[split] = {part.tobytes() for part in np.split(ids, ends)[:-1]}
+    assert len(texts["train"]) + len(texts["validation"]) == 400
+    assert texts["train"].isdisjoint(texts["validation"])
+    assert texts["validation"]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_an_epoch_trains_on_every_token_once(tmp_path, monkeypatch, processes):
+    """Consecutive numbers, as documents of prepared files, over the shares of the processes."""
+    monkeypatch.setattr(sources.Source, "split", lambda self, part, name: "train")
+    numbers = range(0x4E00, 0x4E00 + 24 * 4 * 4)  # each is 3 bytes and an end, so 4 make a row
+    lines = [json.dumps({"text": chr(number)}) + "\n" for number in numbers]
+    write_files(tmp_path / "in", {"a.jsonl": "".join(lines[:101]).encode()})
+    write_files(tmp_path / "in", {"b.jsonl": "".join(lines[101:]).encode()})
+    prepare_files(tmp_path / "out", tmp_path / "in")
+    order = pipeline.train_rows([dataset.Dataset(tmp_path / "out", T).rows["train"]], [1], 0)
+    seen = []
+    for process in range(processes):
+        batches = pipeline.train_batches(order, 24, 0, process, processes)
+        seen += [next(batches)["inputs"] for _ in range(4)]
+    assert {inputs.shape for inputs in seen} == {(24 // processes, T)}
+    cells = np.concatenate([inputs.reshape(-1, 4) for inputs in seen])
+    assert (cells[:, 3] == 256).all()
+    trained = [ord(bytes(cell[:3].astype(np.uint8)).decode()) for cell in cells]
+    assert sorted(trained) == list(numbers)
+
+
+# --- runs
+
+
+def test_resumed_runs_see_the_rows_that_are_left(run, monkeypatch):
+    """Stopped after five steps and started again: the same batches as in one go."""
+    seen = []
+    real = pipeline.train_batches
+
+    def recorded(rows, batch_size, rows_seen, *rest):
+        for number, batch in enumerate(real(rows, batch_size, rows_seen, *rest)):
+            seen.append((rows_seen + number * batch_size, batch["inputs"].tobytes()))
+            yield batch
+
+    monkeypatch.setattr(pipeline, "train_batches", recorded)
+    straight = run("straight", train__steps=9)
+    whole, seen[:] = list(seen), []
+    run("cut", train__steps=5)
+    cut = run("cut", train__steps=9)
+    positions = [at for at, _ in seen]
+    assert positions == [at for at, _ in whole] == list(range(0, 72, 8))
+    assert [batch for _, batch in seen] == [batch for _, batch in whole]
+    assert losses(cut) == losses(straight)
+    assert checkpoint.newest(cut)[1]["rows_seen"] == 72
+
+
+def test_change_of_batch_goes_on_at_the_right_row_and_says_so(run, capsys):
+    run(train__steps=3)
+    capsys.readouterr()
+    folder = run(train__steps=6, train__batch_size=4, train__accumulation=2)
+    printed = capsys.readouterr().out
+    assert "train.batch_size: 8 → 4" in printed
+    assert "text: next is row 25 of" in printed
+    assert checkpoint.newest(folder)[1]["rows_seen"] == 3 * 8 + 3 * 4
+
+
+def test_other_data_is_refused_unless_it_is_allowed(run, corpora, capsys):
+    folder = run(train__steps=3)
+    other = {"data__dir": str(corpora / "short"), "train__steps": 4}
+    for changes in (other, {"train__seed": 7}, {"data__seq_len": 8}):
+        with pytest.raises(ValueError, match=r"cannot be resumed.*data\.allow_change=True"):
+            run(**changes)
+    capsys.readouterr()
+    run(**other, data__allow_change=True)
+    printed = capsys.readouterr().out
+    assert "changed on resume: data: row 24 of the old → the first row of the new order" in printed
+    assert "text: next is row 1 of" in printed
+    meta = checkpoint.newest(folder)[1]
+    assert (meta["step"], meta["rows_seen"]) == (4, 8)
+    run(**{**other, "train__steps": 5})  # from now on this is its data
+    assert checkpoint.newest(folder)[1]["rows_seen"] == 16
+
+
+def test_used_up_data_comes_again_in_a_new_order(run, corpora, capsys):
+    folder = run(data__dir=str(corpora / "short"), train__steps=5)
+    rows = len(dataset.Dataset(corpora / "short", T).rows["train"])
+    assert 16 < rows < 32
+    printed = capsys.readouterr().out
+    step = math.ceil(rows / 8)
+    assert f"step {step}: epoch 1 of text is complete; its rows come again, in a new ord" in printed
+    assert checkpoint.newest(folder)[1]["rows_seen"] == 40
+
+
+def test_data_that_end_stop_the_run_after_a_save(run, corpora, tmp_path):
+    rows = len(dataset.Dataset(corpora / "short", T).rows["train"])
+    ends = {"data__dir": str(corpora / "short"), "data__repeat": False, "train__steps": 10}
+    for _ in range(2):  # and again, when there is nothing left
+        with pytest.raises(
+            signals.Stop, match=f"{rows % 8} rows are left, a batch needs 8"
+        ) as stop:
+            run(**ends)
+        assert stop.value.code == 5
+    assert checkpoint.newest(tmp_path / "run")[0] == rows // 8
+
+
+def test_mixture_trains_and_evaluates_each_of_its_sources(run, corpora, capsys):
+    mixture = f"{corpora / 'long'}=3,{corpora / 'short'}=1"
+    sets = f"web={corpora / 'long'},own={corpora / 'held'},seen={corpora / 'short'}:train"
+    folder = run(data__mixture=mixture, eval__sets=sets, eval__every=3)
+    printed = capsys.readouterr().out
+    assert "75.00% of the rows" in printed
+    assert "held-out loss of web" in printed
+    rows, held_out = metrics.read_rows(folder)
+    assert len(rows) == 6
+    assert sorted(held_out) == [3, 6]
+    plain = run("plain", eval__sets=f"own={corpora / 'held'}", eval__every=6, data__mixture=mixture)
+    alone = metrics.read_rows(plain)[1][6]
+    last = held_out[6]
+    for name in ("loss", "perplexity", "tokens"):
+        assert last[f"eval_{name}/own"] == alone[f"eval_{name}"]
+        assert {f"eval_{name}", f"eval_{name}/seen"} <= set(last)
+    with pytest.raises(ValueError, match=r"data.mixture"):
+        run(data__mixture=f"{corpora / 'long'}=1,{corpora / 'short'}=1", train__steps=9)
