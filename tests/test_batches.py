@@ -18,9 +18,8 @@ from deltares_jax.parallel import sharding
 
 def batches_of(rows, seed: int, batch_size: int, rows_seen: int, **kwargs):
     """Training batches of one source."""
-    return pipeline.train_batches(
-        pipeline.train_rows([rows], [1], seed), batch_size, rows_seen, **kwargs
-    )
+    order = pipeline.Order([len(rows)], [1], seed)
+    return pipeline.train_batches([rows], order, batch_size, rows_seen, **kwargs)
 
 
 # --- training batches
@@ -163,8 +162,8 @@ from deltares_jax.data import pipeline
 from deltares_jax.data.rows import Rows
 process, processes, seen = map(int, sys.argv[1:])
 rows = Rows(np.arange(103 * 16 + 1), 16, end_of_text=10**6)
-order = pipeline.train_rows([rows], [1], 5)
-batches = pipeline.train_batches(order, 8, seen, process, processes)
+order = pipeline.Order([len(rows)], [1], 5)
+batches = pipeline.train_batches([rows], order, 8, seen, process, processes)
 for _ in range(20):  # over the end of the epoch
     print(*(int(i) for i in next(batches)["targets"][:, 0]))
 """
@@ -195,8 +194,8 @@ def test_worker_processes_neither_lose_nor_reorder_rows(workers):
 
 def test_mixture_gives_each_source_its_share_and_loses_no_row():
     sources = [[{"row": np.int32(1000 * s + i)} for i in range(20)] for s in range(3)]
-    order = pipeline.train_rows(sources, [0.5, 0.3, 0.2], 7)
-    drawn = flat(take(pipeline.train_batches(order, 10, 0), 20))
+    order = pipeline.Order([20, 20, 20], [0.5, 0.3, 0.2], 7)
+    drawn = flat(take(pipeline.train_batches(sources, order, 10, 0), 20))
     for k in range(10, 201, 10):  # everywhere, not only in the end
         counts = np.bincount(np.array(drawn[:k]) // 1000, minlength=3)
         np.testing.assert_allclose(counts, np.array([0.5, 0.3, 0.2]) * k, atol=1.01)
@@ -206,9 +205,9 @@ def test_mixture_gives_each_source_its_share_and_loses_no_row():
         epochs = [own[i : i + 20] for i in range(0, share, 20)]
         assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * (share // 20)
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
-    resumed = flat(take(pipeline.train_batches(order, 7, 33), 10))
+    resumed = flat(take(pipeline.train_batches(sources, order, 7, 33), 10))
     assert resumed == drawn[33:103]
-    halves = [flat(take(pipeline.train_batches(order, 4, 8, i, 2), 3)) for i in range(2)]
+    halves = [flat(take(pipeline.train_batches(sources, order, 4, 8, i, 2), 3)) for i in range(2)]
     joined = [row for i in range(3) for half in halves for row in half[2 * i : 2 * i + 2]]
     assert joined == drawn[8:20]
 
@@ -221,14 +220,28 @@ def test_weights_are_proportions(weights, whole):
 
 
 def test_rows_end_where_the_data_does_without_repeat():
-    order = pipeline.train_rows([numbered(20)], [1], 7, repeat=False)
+    order = pipeline.Order([20], [1], 7, repeat=False)
     assert len(order) == 20
-    batches = list(pipeline.train_batches(order, 8, 0))
+    batches = list(pipeline.train_batches([numbered(20)], order, 8, 0))
     assert len(batches) == 2
     endless = flat(take(batches_of(numbered(20), 7, 8, 0), 2))
     assert flat(batches) == endless
-    shares = [list(pipeline.train_batches(order, 8, 0, i, 2)) for i in (0, 1)]
+    shares = [list(pipeline.train_batches([numbered(20)], order, 8, 0, i, 2)) for i in (0, 1)]
     assert [len(share) for share in shares] == [2, 2]  # no process waits for another
-    assert not list(pipeline.train_batches(order, 8, 16))
-    short = pipeline.train_rows([numbered(20), numbered(12)], [1, 1], 7, repeat=False)
-    assert len(short) == 24  # the second is used up first
+    assert not list(pipeline.train_batches([numbered(20)], order, 8, 16))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights"),
+    [([20, 12], [1, 1]), ([20, 12], [5, 3]), ([7, 100, 3], [1, 9, 0.3]), ([5, 1], [1, 1e-5])],
+)
+def test_mixture_without_repeat_ends_where_a_source_does(sizes, weights):
+    order = pipeline.Order(sizes, weights, 7, repeat=False)
+    drawn = [order[k] for k in range(len(order))]
+    assert len(set(drawn)) == len(drawn)  # no row twice
+    endless = pipeline.Order(sizes, weights, 7)
+    assert [endless[k] for k in range(len(order))] == drawn
+    source, _ = endless[len(order)]  # it would begin a second epoch
+    assert sum(1 for s, _ in drawn if s == source) == sizes[source]
+    counts = [sum(1 for s, _ in drawn if s == i) for i in range(len(sizes))]
+    assert order.seen(len(order)) == counts

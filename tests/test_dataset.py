@@ -199,10 +199,11 @@ def test_an_epoch_trains_on_every_token_once(tmp_path, monkeypatch, processes):
     write_files(tmp_path / "in", {"a.jsonl": "".join(lines[:101]).encode()})
     write_files(tmp_path / "in", {"b.jsonl": "".join(lines[101:]).encode()})
     prepare_files(tmp_path / "out", tmp_path / "in")
-    order = pipeline.train_rows([dataset.Dataset(tmp_path / "out", T).rows["train"]], [1], 0)
+    rows = dataset.Dataset(tmp_path / "out", T).rows["train"]
+    order = pipeline.Order([len(rows)], [1], 0)
     seen = []
     for process in range(processes):
-        batches = pipeline.train_batches(order, 24, 0, process, processes)
+        batches = pipeline.train_batches([rows], order, 24, 0, process, processes)
         seen += [next(batches)["inputs"] for _ in range(4)]
     assert {inputs.shape for inputs in seen} == {(24 // processes, T)}
     cells = np.concatenate([inputs.reshape(-1, 4) for inputs in seen])
@@ -219,8 +220,8 @@ def test_resumed_runs_see_the_rows_that_are_left(run, monkeypatch):
     seen = []
     real = pipeline.train_batches
 
-    def recorded(rows, batch_size, rows_seen, *rest):
-        for number, batch in enumerate(real(rows, batch_size, rows_seen, *rest)):
+    def recorded(rows, order, batch_size, rows_seen, *rest):
+        for number, batch in enumerate(real(rows, order, batch_size, rows_seen, *rest)):
             seen.append((rows_seen + number * batch_size, batch["inputs"].tobytes()))
             yield batch
 

@@ -313,7 +313,8 @@ sources.sysconfig = types.SimpleNamespace(get_paths=lambda: {{"stdlib": "{tmp_pa
 folder = pathlib.Path("{tmp_path}/out")
 build.prepare(sources.py_stdlib(), tokens.ByteTokenizer(), folder)
 rows = dataset.Dataset(folder, 16).rows["train"]
-print(next(pipeline.train_batches(pipeline.train_rows([rows], [1], 0), 4, 0))["inputs"].shape)
+order = pipeline.Order([len(rows)], [1], 0)
+print(next(pipeline.train_batches([rows], order, 4, 0))["inputs"].shape)
 print({{name.partition(".")[0] for name in sys.modules}} & {{"tensorflow", "torch"}})
 """
     path = os.pathsep.join([str(tmp_path / "stubs"), os.environ.get("PYTHONPATH", "")])

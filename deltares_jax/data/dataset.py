@@ -73,36 +73,40 @@ class Data:
         whole = pipeline.whole_weights(self.weights)
         return hashlib.sha256(json.dumps([prints, whole]).encode()).hexdigest()
 
+    @property
+    def rows(self) -> list[Rows]:
+        """The training rows of each source."""
+        return [part.split_rows("train") for part in self.parts.values()]
+
     @functools.cached_property
-    def rows(self) -> Any:
-        """The rows in the order of training."""
-        every = [part.split_rows("train") for part in self.parts.values()]
-        return pipeline.train_rows(every, self.weights, self.seed, self.repeat)
+    def order(self) -> pipeline.Order:
+        """In which order they come."""
+        return pipeline.Order(list(map(len, self.rows)), self.weights, self.seed, self.repeat)
+
+    def share(self, name: str) -> float:
+        """The share of a source in the rows."""
+        return dict(zip(self.parts, self.weights, strict=True))[name] / sum(self.weights)
 
     def epochs(self, rows_seen: int) -> dict[str, tuple[int, int, int]]:
-        """By source: completed epochs, rows of the epoch in progress that were seen, rows in all.
-
-        In a mixture a source may be one row ahead or behind.
-        """
-        result = {}
-        whole = pipeline.whole_weights(self.weights)
-        for (name, part), weight in zip(self.parts.items(), whole, strict=True):
-            size = len(part.rows["train"])
-            result[name] = (*divmod(rows_seen * weight // sum(whole), size), size)
-        return result
+        """By source: completed epochs, rows of the next one that were seen, rows in all."""
+        return {
+            name: (*divmod(seen, len(rows)), len(rows))
+            for name, seen, rows in zip(
+                self.parts, self.order.seen(rows_seen), self.rows, strict=True
+            )
+        }
 
     def steps_left(self, rows_seen: int, batch_size: int) -> float:
         """Whole batches before the data ends; infinite where it repeats."""
         if self.repeat:
             return math.inf
-        return max(0, (len(self.rows) - rows_seen) // batch_size)
+        return max(0, (len(self.order) - rows_seen) // batch_size)
 
     def describe(self, rows_seen: int) -> list[str]:
         """What start-up says of the data."""
         lines = [line for part in self.parts.values() for line in manifest.describe(part.manifest)]
-        for (name, place), weight in zip(self.epochs(rows_seen).items(), self.weights, strict=True):
-            epoch, seen, size = place
-            share = f", {weight / sum(self.weights):.2%} of the rows" if len(self.parts) > 1 else ""
+        for name, (epoch, seen, size) in self.epochs(rows_seen).items():
+            share = f", {self.share(name):.2%} of the rows" if len(self.parts) > 1 else ""
             lines.append(
                 f"{name}: next is row {seen + 1:,} of {size:,} in epoch {epoch + 1}{share}"
             )

@@ -7,6 +7,7 @@ B batch, T sequence.
 """
 
 import fractions
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,31 +18,72 @@ from absl import flags
 from deltares_jax.data.rows import Batch
 from deltares_jax.data.rows import Rows as Rows  # beside the batches that are made of them
 
-_EPOCHS = 10**6  # a slice of an endless repeat overflows in grain
-_SEEDS = 2**32
+_ENDLESS = 1 << 60  # rows
+_MOST_ROWS = 1 << 32  # what grain's permutation takes
 
 
-def train_rows(
-    sources: Sequence[Any], weights: Sequence[float], seed: int, repeat: bool = True
-) -> grain.MapDataset:
-    """The rows of a run in the order of training.
+class Order:
+    """Which row of which source comes at a position of a run.
+
+    Each source is permuted anew in each of its epochs; sources are interleaved so that everywhere
+    each has its share, to within a row or two.
 
     Args:
-      sources: `Rows` of each source, or anything with a length and items.
+      sizes: rows of each source.
       weights: their shares of the rows.
       seed: of the permutations.
-      repeat: a new permutation of a source once it is used up; else the end is where the first
-        source ends.
+      repeat: a new epoch of a source once it is used up; else the end is where the first source
+        would begin a second one.
+
+    Raises:
+      ValueError: a source has too many rows to be permuted.
     """
-    shuffled = [
-        grain.MapDataset.source(rows).seed((seed + number) % _SEEDS).shuffle()
-        for number, rows in enumerate(sources)
-    ]
-    if repeat:
-        shuffled = [rows.repeat(_EPOCHS) for rows in shuffled]
-    if len(shuffled) == 1:
-        return shuffled[0]
-    return grain.MapDataset.mix(shuffled, whole_weights(weights))
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], seed: int, repeat: bool = True
+    ):
+        self._sizes, self._weights, self._seed = list(sizes), whole_weights(weights), seed
+        if max(sizes) > _MOST_ROWS:
+            raise ValueError(
+                f"a source of {max(sizes):,} rows cannot be shuffled, {_MOST_ROWS:,} can; use a "
+                "larger data.seq_len, or several sources in data.mixture"
+            )
+        self._length = _ENDLESS
+        if not repeat:
+            whole = sum(self._weights)
+            guess = min(s * whole // w for s, w in zip(sizes, self._weights, strict=True))
+            self._length = guess + len(self._weights)
+            while any(n > s for n, s in zip(self.seen(self._length), self._sizes, strict=True)):
+                self._length -= 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def seen(self, position: int) -> list[int]:
+        """How many of the first `position` rows each source gave."""
+        counts, rest = [], sum(self._weights)
+        for weight in self._weights:  # each takes its share of what the ones before leave
+            left = position * (rest - weight) // rest
+            counts.append(position - left)
+            position, rest = left, rest - weight
+        return counts
+
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        """(source, its row) at a position."""
+        source, number = 0, position
+        if len(self._sizes) > 1:
+            before, after = self.seen(position), self.seen(position + 1)
+            source = next(i for i, count in enumerate(after) if count > before[i])
+            number = before[source]
+        epoch, place = divmod(number, self._sizes[source])
+        seed = _epoch_seed(self._seed, source, epoch)
+        size = self._sizes[source]
+        return source, grain.experimental.index_shuffle(place, size - 1, seed, rounds=4)
+
+
+@functools.lru_cache(maxsize=1024)
+def _epoch_seed(seed: int, source: int, epoch: int) -> int:
+    return int(np.random.SeedSequence([seed, source, epoch]).generate_state(1)[0])
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
@@ -52,8 +94,31 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     return [number // int(np.gcd.reduce(whole)) for number in whole]
 
 
+class _Batches:
+    """One process's parts of the batches from a position on, by number."""
+
+    def __init__(
+        self, sources: Sequence[Any], order: Order, rows_seen: int, batch_size: int, own: range
+    ):
+        self._sources, self._order = list(sources), order
+        self._rows_seen, self._batch_size, self._own = rows_seen, batch_size, own
+
+    def __len__(self) -> int:  # the same on every process
+        return max(0, len(self._order) - self._rows_seen) // self._batch_size
+
+    def __getitem__(self, number: Any) -> Batch:
+        first = self._rows_seen + int(number) * self._batch_size
+        places = [self._order[first + place] for place in self._own]
+        return _stacked([self._sources[source][row] for source, row in places])
+
+
+def _stacked(rows: Sequence[Batch]) -> Batch:
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+
+
 def train_batches(
-    rows: grain.MapDataset,
+    sources: Sequence[Any],
+    order: Order,
     batch_size: int,
     rows_seen: int,
     process: int = 0,
@@ -63,7 +128,8 @@ def train_batches(
     """Batches [B / processes, T] from position `rows_seen`: this process's part of each.
 
     Args:
-      rows: from `train_rows`.
+      sources: `Rows` of each source, or anything with items.
+      order: in which their rows come.
       batch_size: sequences over all devices.
       rows_seen: rows that the run has trained on before.
       process: which part of a batch, in order.
@@ -74,10 +140,10 @@ def train_batches(
       ValueError: the batch cannot be cut in equal parts.
     """
     share = _share(batch_size, processes)
-    whole = max(0, len(rows) - rows_seen) // batch_size * batch_size  # as many on each process
-    own = rows[rows_seen : rows_seen + whole].batch(share)[process::processes]
+    places = range(process * share, (process + 1) * share)
+    own = _Batches(sources, order, rows_seen, batch_size, places)
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-    batches = own.to_iter_dataset(options)
+    batches = grain.MapDataset.source(own).to_iter_dataset(options)
     if workers:
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # grain passes them on, and there are none in a notebook
@@ -111,5 +177,4 @@ def eval_batches(
         chosen = [rows[i] for i in range(start, min(start + share, count))]
         first = chosen[0] if chosen else rows[0]
         filler = {**first, "weights": np.zeros_like(first["weights"])}
-        chosen += [filler] * (share - len(chosen))
-        yield {key: np.stack([row[key] for row in chosen]) for key in chosen[0]}
+        yield _stacked(chosen + [filler] * (share - len(chosen)))

@@ -120,7 +120,7 @@ class Rows:
         inputs, targets = chunk[:-1], chunk[1:]
         ends = np.flatnonzero(inputs[:real] == self._end_of_text) if self._masking else _NONE
         begins = np.concatenate([[0], ends[ends + 1 < real] + 1, [real] if real < T else _NONE])
-        lengths = np.diff(begins, append=T)
+        lengths = np.append(begins[1:], T) - begins
         weights = np.ones(T, np.float32)
         weights[ends] = 0
         weights[real:] = 0

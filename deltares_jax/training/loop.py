@@ -145,7 +145,7 @@ class _Run:
         batch_size = cfg.train.batch_size
         place = (jax.process_index(), jax.process_count())
         batches = pipeline.train_batches(
-            self.data.rows, batch_size, self.rows_seen, *place, cfg.data.workers
+            self.data.rows, self.data.order, batch_size, self.rows_seen, *place, cfg.data.workers
         )
         last_of_data = self.first + self.data.steps_left(self.rows_seen, batch_size)
         profile = config_checks.parse_profile_steps(cfg.train.profile_steps, cfg.train.steps)
@@ -206,7 +206,7 @@ class _Run:
                 self.save(state, number)
             self.checkpoints.wait()
             saved = f"step {number} is saved"
-        left = len(self.data.rows) - self.rows_seen
+        left = len(self.data.order) - self.rows_seen
         raise signals.Stop(
             f"the data ended after step {number} of {self.config.train.steps}: {left} rows are "
             f"left, a batch needs {self.config.train.batch_size}; {saved}. To go on: "
