@@ -40,6 +40,27 @@ def prepared(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
+def corpora(tmp_path_factory) -> pathlib.Path:
+    """Three data sets: `long`, `short` of 20 rows, and `held` without a train split."""
+    from data_helpers import prepare_files, write_files
+
+    from deltares_jax.data import sources
+
+    root = tmp_path_factory.mktemp("corpora")
+    texts = {"long": 400, "short": 7, "held": 5}
+    patch = pytest.MonkeyPatch()
+    for name, count in texts.items():
+        files = {f"{i:03}.txt": f"{name} {i} ".encode() * 6 for i in range(count)}
+        write_files(root / "in" / name, files)
+        splits = {"short": "train", "held": "validation"}
+        if name in splits:
+            patch.setattr(sources.Source, "split", lambda self, part, at, s=splits[name]: s)
+        prepare_files(root / name, root / "in" / name)
+        patch.undo()
+    return root
+
+
+@pytest.fixture(scope="session")
 def bpe(tmp_path_factory) -> pathlib.Path:
     """A folder with a small tokenizer.json: byte-level pieces of Python, ids up to 299."""
     import tokenizers
