@@ -14,7 +14,7 @@ from data_helpers import contents
 from hub_server import hub as running_hub
 from ml_collections import FrozenConfigDict
 
-from deltares_jax.data import build, dataset, hub, manifest, sources, tokens
+from deltares_jax.data import build, dataset, hub, manifest, parts, sources, tokens
 from deltares_jax.training import loop, metrics
 
 DATA = "datasets/HuggingFaceFW/fineweb-edu"
@@ -58,9 +58,9 @@ def cache(monkeypatch, tmp_path_factory):
     return folder
 
 
-def prepare(out, **kwargs) -> dict:
+def prepare(out, max_tokens: int = 0, **kwargs) -> dict:
     source = sources.fineweb_edu("sample-10BT", **kwargs)
-    return build.prepare(source, tokens.get_tokenizer(MODEL), out)
+    return build.prepare(source, tokens.get_tokenizer(MODEL), out, max_tokens)
 
 
 def test_from_the_hub_through_training_to_resume(served, cache, tiny, tmp_path, capsys):
@@ -98,6 +98,17 @@ def test_from_the_hub_through_training_to_resume(served, cache, tiny, tmp_path, 
     tiny.model.vocab_size = 299  # the tokenizer has 300
     with pytest.raises(ValueError, match=r"model.vocab_size=299 must be at least 300"):
         dataset.open_data(FrozenConfigDict(tiny))
+
+
+def test_limit_is_of_the_training_text(served, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "_HELD_OUT_TOKENS", 300)
+    made = prepare(tmp_path, max_tokens=2000)
+    assert 1900 < made["splits"]["train"]["tokens"] <= 2000
+    assert 200 < made["splits"]["validation"]["tokens"] <= 300
+    assert (made["files_read"], made["files_listed"]) == (2, 3)
+    monkeypatch.undo()
+    assert parts.Job(tmp_path, None, {}, 10**9).limit("validation") == 10**7
+    assert parts.Job(tmp_path, None, {}, 5000).limit("validation") == 5000
 
 
 @pytest.mark.parametrize("fault", [404, 429, 503, "cut"])

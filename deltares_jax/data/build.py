@@ -33,7 +33,8 @@ def prepare(
       source: what to read.
       tokenizer: how to cut it into tokens.
       out: folder of the data set.
-      max_tokens: whole documents are taken while each split stays within it; 0: all.
+      max_tokens: whole documents are taken while the training text stays within it, and held-out
+        files within a hundredth of it (but 2^20 tokens, if it is not less); 0: all.
       runner: does the work on the parts.
 
     Raises:
@@ -50,6 +51,7 @@ def prepare(
         "max_tokens": max_tokens,
     }
     job = parts.Job(out, source, header, max_tokens)
+    _holds_nothing_else(out)
     with _locked(out):
         _same_plan(out, header, source)
         made = manifest_lib.read(out)
@@ -65,20 +67,28 @@ def prepare(
         return _finish(job, header, kept, tokenizer)
 
 
+def _holds_nothing_else(out: pathlib.Path) -> None:
+    """Refuses a folder of somebody's own files."""
+    if out.is_dir() and not (out / PLAN).exists():
+        others = {path.name for path in out.iterdir()} - {".lock", parts.FOLDER}
+        if others:
+            raise ValueError(
+                f"{out} holds other files ({sorted(others)[0]}); give a new folder to prepare in"
+            )
+
+
 @contextlib.contextmanager
 def _locked(out: pathlib.Path) -> Iterator[None]:
     """Lets one process of this machine at a time work on a folder, which is made if need be."""
     try:
         (out / parts.FOLDER).mkdir(parents=True, exist_ok=True)
-        lock = out / ".lock"
-        file = lock.open("a")
+        file = (out / ".lock").open("a")
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error.strerror}") from None
     with file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        lock.unlink(missing_ok=True)
+        yield  # the file stays: whoever waits for it must not be alone with it
 
 
 def _same_plan(out: pathlib.Path, header: dict[str, Any], source: sources.Source) -> None:
@@ -87,11 +97,6 @@ def _same_plan(out: pathlib.Path, header: dict[str, Any], source: sources.Source
     plan = {**header, "column": source.column, "files": files}
     path = out / PLAN
     if not path.exists():
-        others = {p.name for p in out.iterdir()} - {".lock", parts.FOLDER}
-        if others:
-            raise ValueError(
-                f"{out} holds other files ({sorted(others)[0]}); give a new folder to prepare in"
-            )
         manifest_lib.write_json(path, plan)
         return
     before = json.loads(path.read_text())
@@ -140,10 +145,10 @@ def _undo(job: parts.Job) -> None:
 
 def _settle(job: parts.Job, shown: progress.Progress) -> list[sources.Part]:
     """The parts that count; the last of each split is cut to what the ones before leave it."""
-    if not job.limit:
+    if not job.max_tokens:
         return list(job.source.parts)
     kept = []
-    left = dict.fromkeys(sources.SPLITS, job.limit)
+    left = {split: job.limit(split) for split in sources.SPLITS}
     for part in job.source.parts:
         split = parts.main_split(part)
         if left[split] <= 0:
@@ -167,7 +172,7 @@ def _finish(
     listed = sum(len(part.files) for part in job.source.parts)
     header = {**header, "files_read": sum(len(p.files) for p in kept), "files_listed": listed}
     if not any(note["shards"] for note in notes):
-        limit = f" within --max_tokens={job.limit}" if job.limit else ""
+        limit = f" within --max_tokens={job.max_tokens}" if job.max_tokens else ""
         skipped = sum(c["skipped_documents"] for note in notes for c in note["counts"].values())
         raise ValueError(
             f"{job.source.name}: {listed} files hold no text{limit}; {skipped} records without "

@@ -164,9 +164,10 @@ def _open(config: FrozenConfigDict, name: str) -> Dataset:
         raise ValueError(
             f"data.source={source!r}, but {folder} holds {made['source']!r}; set one to the other"
         )
-    if made["tokenizer"] != data.tokenizer and (
-        tokens.get_tokenizer(data.tokenizer).sha256 != made["tokenizer_sha256"]
-    ):
+    moved = pathlib.Path(data.tokenizer).expanduser().exists() and (
+        tokens.get_tokenizer(data.tokenizer).sha256 == made["tokenizer_sha256"]
+    )
+    if made["tokenizer"] != data.tokenizer and not moved:
         raise ValueError(
             f"data.tokenizer={data.tokenizer!r}, but {folder} was prepared with "
             f"{made['tokenizer']!r}; set one to the other"

@@ -15,6 +15,7 @@ from typing import Any
 from deltares_jax.data import documents, hub, packing, sources, tokens
 
 FOLDER = "parts"
+_HELD_OUT_TOKENS = 1 << 20  # 512 rows of 2048
 Advance = Callable[[int, int], None]  # bytes of the source, tokens
 
 
@@ -25,7 +26,13 @@ class Job:
     out: pathlib.Path
     source: sources.Source
     tokenizer: dict[str, Any]  # as the manifest has it
-    limit: int  # tokens of a split; 0: none
+    max_tokens: int  # of training text; 0: all
+
+    def limit(self, split: str) -> int:
+        """Tokens of a split at most; 0: none. Held-out files are read for evaluation alone."""
+        if split == sources.SPLITS[0]:
+            return self.max_tokens
+        return min(self.max_tokens, max(self.max_tokens // 100, _HELD_OUT_TOKENS))
 
     def folder(self) -> pathlib.Path:
         """Where shards and notes are until all are there."""

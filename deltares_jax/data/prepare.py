@@ -26,7 +26,11 @@ _COLUMN = flags.DEFINE_string("column", "text", "Key or column of the text in fi
 _REVISION = flags.DEFINE_string("revision", "main", "Branch, tag or commit on the hub.")
 _FILES = flags.DEFINE_string("files", "", "Which input files, from 0: 0-3,7; all when empty.")
 _MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", 0, "Take whole documents while each split stays within it; 0: all.", lower_bound=0
+    "max_tokens",
+    0,
+    "Take whole documents while the training text stays within so many tokens; 0: all. Of a "
+    "held-out file, a hundredth is taken, but 2^20 tokens at least.",
+    lower_bound=0,
 )
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", tokens.BYTE, "byte, a tokenizer.json or its folder, or a hub id."
@@ -73,6 +77,7 @@ def _source() -> sources.Source:
 
 def main() -> int:
     """Prepares what the flags ask for, and says what it holds."""
+    runners.set_threads(_WORKERS.value)
     source = _source()
     tokenizer = tokens.get_tokenizer(_TOKENIZER.value)
     folder = manifest_lib.folder_of(manifest_lib.root_of(""), source.name, tokenizer.name)
@@ -80,7 +85,10 @@ def main() -> int:
     runner = runners.pool(_WORKERS.value)
     if _BEAM_RUNNER.value:
         runner = runners.beam(_BEAM_RUNNER.value, _BEAM_OPTIONS.value)
-    made = build.prepare(source, tokenizer, out, _MAX_TOKENS.value, runner)
+    try:
+        made = build.prepare(source, tokenizer, out, _MAX_TOKENS.value, runner)
+    except OSError as error:  # a full disk, a file that went away
+        raise ValueError(f"{error.filename or out}: {error.strerror or error}") from None
     say(*manifest_lib.describe(made))
     if made["files_read"] < made["files_listed"]:
         say(

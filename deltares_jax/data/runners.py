@@ -19,14 +19,14 @@ def here(job: parts.Job, todo: Sequence[sources.Part], shown: progress.Progress)
     """Works on one part after the other in this process."""
     for part in todo:
         if not _enough(job, part):
-            parts.work(job, part, job.limit, shown.advance)
+            parts.work(job, part, job.limit(parts.main_split(part)), shown.advance)
 
 
 def _enough(job: parts.Job, part: sources.Part) -> bool:
     """Whether the parts before one already hold all the tokens that are asked for."""
-    if not job.limit:
+    if not job.max_tokens:
         return False
-    left = job.limit
+    left = job.limit(parts.main_split(part))
     for other in job.source.parts:
         if other.number >= part.number:
             return False
@@ -46,10 +46,9 @@ def pool(workers: int) -> Runner:
 
     def run(job: parts.Job, todo: Sequence[sources.Part], shown: progress.Progress) -> None:
         count = min(workers, len(todo))
-        threads = max(1, workers // count)
         if count == 1:
-            _threads(threads)
             return here(job, todo, shown)
+        threads = max(1, workers // count)
         context = multiprocessing.get_context("spawn")
         counters = context.Array("q", 2)
         executor = concurrent.futures.ProcessPoolExecutor(
@@ -86,14 +85,15 @@ def pool(workers: int) -> Runner:
 _counters: Any = None
 
 
-def _threads(count: int) -> None:
-    os.environ["RAYON_NUM_THREADS"] = str(count)  # of the tokenizers library
+def set_threads(count: int) -> None:
+    """Sets how many cores the tokenizers library uses; it asks once, before its first work."""
+    os.environ["RAYON_NUM_THREADS"] = str(count)
 
 
 def _start_worker(counters: Any, threads: int) -> None:
     global _counters
     _counters = counters
-    _threads(threads)
+    set_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, too, and ends us
 
     def end_with_parent() -> None:
@@ -110,7 +110,7 @@ def _work_in_pool(job: parts.Job, part: sources.Part) -> None:
             _counters[0] += source_bytes
             _counters[1] += made
 
-    parts.work(job, part, job.limit, advance)
+    parts.work(job, part, job.limit(parts.main_split(part)), advance)
 
 
 def beam(runner: str, options: Sequence[str]) -> Runner:
@@ -131,4 +131,5 @@ def beam(runner: str, options: Sequence[str]) -> Runner:
 
 
 def _work_in_beam(job: parts.Job, part: sources.Part) -> None:
-    parts.work(job, part, job.limit, lambda source_bytes, made: None)
+    limit = job.limit(parts.main_split(part))
+    parts.work(job, part, limit, lambda source_bytes, made: None)

@@ -48,6 +48,10 @@ def start_lines(
         lines.append(f"learning rate of the next step: {rates[0]:.3e} → {rates[1]:.3e}")
     lines += machine
     lines += data.describe(meta["rows_seen"])
+    if config.data.mixture:
+        lines.append("data.source has no effect beside data.mixture")
+    if not config.data.document_masking:
+        lines.append("data.document_masking=False: tokens see the documents before theirs in a row")
     for name, rows in data.eval_sets.items():
         if config.eval.rows > len(rows):
             lines.append(f"eval.rows={config.eval.rows}: {name} has {len(rows)}, all are used")
