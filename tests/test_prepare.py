@@ -10,7 +10,7 @@ import pytest
 import tensorflow_datasets as tfds
 from data_helpers import END, RECORD, contents, prepare_files, use_library, write_files
 
-from deltares_jax.data import build, dataset, manifest, parts, sources, tokens
+from deltares_jax.data import build, dataset, manifest, parts, progress, sources, tokens
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -228,3 +228,19 @@ def test_damaged_manifest_is_named(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(ValueError, match=rf"{tmp_path}/manifest\.json is damaged"):
         dataset.Dataset(tmp_path, 16)
+
+
+def test_progress_tells_tokens_rate_and_time_left(monkeypatch, capsys):
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    shown = progress.Progress(total=1000, max_tokens=0)
+    shown.advance(100, 2000)
+    assert capsys.readouterr().err == ""  # not a line for every document
+    clock[0] += 40
+    shown.advance(300, 2000)
+    line = "4 k tokens, 100 tokens/s, 40.0% of the source, 1 min 00 s left\n"
+    assert capsys.readouterr().err == line
+    limited = progress.Progress(total=10**6, max_tokens=8000)
+    clock[0] += 40
+    limited.advance(1, 6000)
+    assert "75.0% of the source" in capsys.readouterr().err

@@ -124,7 +124,7 @@ def train_batches(
     process: int = 0,
     processes: int = 1,
     workers: int = 0,
-) -> Iterator[Batch]:
+) -> grain.DatasetIterator[Batch]:
     """Batches [B / processes, T] from position `rows_seen`: this process's part of each.
 
     Args:

@@ -98,7 +98,7 @@ def _train(
 
         # 6. Steps. The device gets the next one before the numbers of the last are read.
         run = _Run(config, folder, checkpoints, writer, programs, data, meta, resumed)
-        with contextlib.closing(run.progress):
+        with contextlib.closing(run.progress), contextlib.closing(run.batches):
             run.steps(state, request)
     return summary.finish(config, folder, recipe, data)
 
@@ -136,6 +136,11 @@ class _Run:
         self.clock = metrics.Clock()
         self.earlier_seconds = meta["seconds"]
         self.progress = metrics.Progress(first, config.train.steps)
+        place = (jax.process_index(), jax.process_count())
+        size, workers = config.train.batch_size, config.data.workers
+        self.batches = pipeline.train_batches(
+            data.rows, data.order, size, self.rows_seen, *place, workers
+        )
         self.unread: tuple[int, Any] | None = None
         self.last_read = 0.0
 
@@ -143,10 +148,6 @@ class _Run:
         """Runs from the first to the last step; evaluates, saves and stops on request between."""
         cfg = self.config
         batch_size = cfg.train.batch_size
-        place = (jax.process_index(), jax.process_count())
-        batches = pipeline.train_batches(
-            self.data.rows, self.data.order, batch_size, self.rows_seen, *place, cfg.data.workers
-        )
         last_of_data = self.first + self.data.steps_left(self.rows_seen, batch_size)
         profile = config_checks.parse_profile_steps(cfg.train.profile_steps, cfg.train.steps)
         if profile and profile[1] <= self.first:
@@ -158,7 +159,7 @@ class _Run:
             self.clock.start()
             if profile and number == max(profile[0], self.first + 1) <= profile[1]:
                 jax.profiler.start_trace(str(self.folder / "profile"))
-            batch = self.programs.put(next(batches))
+            batch = self.programs.put(next(self.batches))
             state, numbers = self.programs.train(state, batch)
             self.move_on(number)
             self.read()
