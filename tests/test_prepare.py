@@ -10,7 +10,7 @@ import pytest
 import tensorflow_datasets as tfds
 from data_helpers import END, RECORD, contents, prepare_files, use_library, write_files
 
-from deltares_jax.data import build, dataset, manifest, parts, progress, sources, tokens
+from deltares_jax.data import build, dataset, manifest, parts, progress, runners, sources, tokens
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -187,8 +187,9 @@ def test_limit_takes_whole_documents_of_the_first_files(files, tmp_path, max_tok
     assert len(stream) == made["splits"]["train"]["tokens"] == fitting[-1]
     np.testing.assert_array_equal(stream[0 : len(stream)], everything[: fitting[-1]])
     assert (made["files_read"] == 6) == (max_tokens >= whole["splits"]["train"]["tokens"])
-    again = prepare_files(tmp_path / "again", files, max_tokens=max_tokens, runner=backwards)
-    assert again == made
+    runner = runners.pool(3) if max_tokens == 50_000 else backwards
+    prepare_files(tmp_path / "again", files, max_tokens=max_tokens, runner=runner)
+    assert contents(tmp_path / "again") == contents(tmp_path / "cut")
 
 
 def backwards(job, todo, shown):

@@ -132,7 +132,7 @@ def work(job: Job, part: sources.Part, limit: int, advance: Advance) -> dict[str
     counts = {split: writer.close() for split, writer in writers.items()}
     note = {
         "tokens": main.tokens,
-        "limit": limit,
+        "limit": limit if cut else 0,
         "cut": cut,
         "counts": {split: dataclasses.asdict(count) for split, count in counts.items()},
         "shards": {

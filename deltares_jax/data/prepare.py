@@ -36,7 +36,7 @@ _TOKENIZER = flags.DEFINE_string(
     "tokenizer", tokens.BYTE, "byte, a tokenizer.json or its folder, or a hub id."
 )
 _OUT = flags.DEFINE_string("out", "", "Folder to prepare in; the user's cache folder when empty.")
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _WORKERS = flags.DEFINE_integer("workers", _CORES, "Processor cores to use.", lower_bound=1)
 _BEAM_RUNNER = flags.DEFINE_string(
     "beam_runner", "", "Do the work as a Beam pipeline on this runner, for example DirectRunner."

@@ -12,40 +12,52 @@ from typing import Any
 
 from deltares_jax.data import parts, progress, sources
 
+# Tokens that a byte of any input gives at least; so few more files are begun than are needed.
+_GUESS = 1 / 8
+_Done = dict[int, dict[str, Any]]  # notes by the number of the part
 Runner = Callable[[parts.Job, Sequence[sources.Part], progress.Progress], None]
 
 
 def here(job: parts.Job, todo: Sequence[sources.Part], shown: progress.Progress) -> None:
     """Works on one part after the other in this process."""
+    done: _Done = {}
     for part in todo:
-        if not _enough(job, part):
-            parts.work(job, part, job.limit(parts.main_split(part)), shown.advance)
+        limit = _limit(job, part, done)
+        if limit is not None:
+            parts.work(job, part, limit, shown.advance)
 
 
-def _enough(job: parts.Job, part: sources.Part) -> bool:
-    """Whether the parts before one already hold all the tokens that are asked for."""
+def _limit(
+    job: parts.Job, part: sources.Part, done: _Done, tokens_per_byte: float = 0
+) -> int | None:
+    """How many tokens a part may give after the parts before it; 0 is no limit.
+
+    None where they give all that are wanted. Parts that are not done count by their size; the notes
+    of those that are go into `done`.
+    """
     if not job.max_tokens:
-        return False
-    left = job.limit(parts.main_split(part))
-    for other in job.source.parts:
-        if other.number >= part.number:
-            return False
-        if parts.main_split(other) != parts.main_split(part):
-            continue
-        note = parts.read_note(job, other)
-        if note is None:
-            return False
-        left -= note["tokens"]
-        if left <= 0 or note["cut"]:
-            return True
-    return False
+        return 0
+    split = parts.main_split(part)
+    left = job.limit(split)
+    for other in job.source.parts[: part.number]:
+        if parts.main_split(other) == split:
+            if other.number not in done and (note := parts.read_note(job, other)):
+                done[other.number] = note
+            size = sum(file.size for file in other.files)
+            guess = {"tokens": int(size * tokens_per_byte), "cut": False}
+            note = done.get(other.number, guess)
+            left -= note["tokens"]
+            if left <= 0 or note["cut"]:
+                return None
+    return left
 
 
 def pool(workers: int) -> Runner:
     """Works on several parts at once, in processes; the cores are shared out among them."""
 
     def run(job: parts.Job, todo: Sequence[sources.Part], shown: progress.Progress) -> None:
-        count = min(workers, len(todo))
+        done: _Done = {}
+        count = min(workers, sum(_limit(job, part, done, _GUESS) is not None for part in todo))
         if count == 1:
             return here(job, todo, shown)
         threads = max(1, workers // count)
@@ -57,16 +69,19 @@ def pool(workers: int) -> Runner:
         waiting = list(todo)
         running: set[concurrent.futures.Future[None]] = set()
         try:
-            while waiting or running:
-                while waiting and len(running) < count:
-                    part = waiting.pop(0)
-                    if not _enough(job, part):
-                        running.add(executor.submit(_work_in_pool, job, part))
-                done, running = concurrent.futures.wait(
+            while True:
+                wanted = [p for p in waiting if _limit(job, p, done, _GUESS) is not None]
+                if not wanted and not running:
+                    break
+                for part in wanted[: count - len(running)]:
+                    waiting.remove(part)
+                    limit = _limit(job, part, done) or 0
+                    running.add(executor.submit(_work_in_pool, job, part, limit))
+                ended, running = concurrent.futures.wait(
                     running, 0.5, concurrent.futures.FIRST_COMPLETED
                 )
                 shown.set(counters[0], counters[1])
-                for future in done:
+                for future in ended:
                     future.result()
         except concurrent.futures.process.BrokenProcessPool:
             raise ValueError(
@@ -104,13 +119,13 @@ def _start_worker(counters: Any, threads: int) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _work_in_pool(job: parts.Job, part: sources.Part) -> None:
+def _work_in_pool(job: parts.Job, part: sources.Part, limit: int) -> None:
     def advance(source_bytes: int, made: int) -> None:
         with _counters.get_lock():
             _counters[0] += source_bytes
             _counters[1] += made
 
-    parts.work(job, part, job.limit(parts.main_split(part)), advance)
+    parts.work(job, part, limit, advance)
 
 
 def beam(runner: str, options: Sequence[str]) -> Runner:
