@@ -49,6 +49,15 @@ def test_killed_work_goes_on_to_the_same_bytes_with_other_workers(tmp_path, bpe)
     assert f"--config.data.source=text --config.data.tokenizer={bpe}" in printed
 
 
+def test_two_may_prepare_at_once(tmp_path):
+    """One does the work, the other waits for it."""
+    both = [prepare_command("--source=py_stdlib", f"--out={tmp_path}") for _ in range(2)]
+    (first, errors), (second, more) = (process.communicate(timeout=120) for process in both)
+    assert [process.returncode for process in both] == [0, 0], errors + more
+    assert first == second
+    assert (errors + more).count(f"preparing py_stdlib under {tmp_path}") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
