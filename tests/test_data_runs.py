@@ -87,13 +87,15 @@ def test_other_data_is_refused_unless_it_is_allowed(run, corpora, capsys):
 
 
 def test_used_up_data_comes_again_in_a_new_order(run, corpora, capsys):
-    folder = run(data__dir=str(corpora / "short"), train__steps=5)
+    folder = run(data__dir=str(corpora / "short"), train__steps=5, eval__every=2)
     rows = len(dataset.Dataset(corpora / "short", T).rows["train"])
     assert 16 < rows < 32
     printed = capsys.readouterr().out
     step = math.ceil(rows / 8)
     assert f"step {step}: epoch 1 of text is complete; its rows come again, in a new ord" in printed
     assert checkpoint.newest(folder)[1]["rows_seen"] == 40
+    assert "eval.every=2, but the data have no held-out text" in printed
+    assert not metrics.read_rows(folder)[1]
 
 
 def test_data_that_end_stop_the_run_after_a_save(run, corpora, tmp_path):

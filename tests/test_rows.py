@@ -2,6 +2,8 @@
 
 import math
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -217,3 +219,21 @@ def test_damaged_shard_is_named(sharded, tmp_path):
     shard.unlink()
     with pytest.raises(ValueError, match=f"{shard} has 0 of"):
         dataset.Dataset(folder, 16)
+
+
+def test_many_shards_may_all_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources.Source, "split", lambda self, part, name: "train")
+    write_files(tmp_path / "in", {f"{i:03}.jsonl": b'{"text": "%d"}\n' % i for i in range(120)})
+    prepare_files(tmp_path / "out", tmp_path / "in")
+    code = f"""
+import pathlib, resource
+from deltares_jax.data import dataset
+resource.setrlimit(resource.RLIMIT_NOFILE, (110, 1000))
+stream = dataset.Dataset(pathlib.Path("{tmp_path}/out"), 16).streams["train"]
+print(len(stream[0:len(stream)]))
+resource.setrlimit(resource.RLIMIT_NOFILE, (110, 200))
+dataset.Dataset(pathlib.Path("{tmp_path}/out"), 16)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert int(result.stdout) == 10 * 2 + 90 * 3 + 20 * 4
+    assert "ValueError: 120 shards need 230 open files, 200 are allowed" in result.stderr

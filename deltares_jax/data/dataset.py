@@ -133,17 +133,10 @@ def open_data(config: FrozenConfigDict) -> Data:
 
 def _eval_sets(config: FrozenConfigDict, parts: dict[str, Dataset]) -> dict[str, Rows]:
     named = names.parse_sets(config.eval.sets)
-    if named:
-        found = {name: (_open(config, at), split) for name, (at, split) in named.items()}
-    else:
-        found = {name: (part, "validation") for name, part in parts.items()}
-    try:
-        return {name: part.split_rows(split) for name, (part, split) in found.items()}
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; prepare more, name other sets in eval.sets, or switch evaluation off by "
-            "eval.every=0"
-        ) from None
+    if not named:
+        held_out = {name: part.rows.get("validation") for name, part in parts.items()}
+        return {name: rows for name, rows in held_out.items() if rows}
+    return {name: _open(config, at).split_rows(split) for name, (at, split) in named.items()}
 
 
 def _open(config: FrozenConfigDict, name: str) -> Dataset:

@@ -33,7 +33,8 @@ def read(path: pathlib.Path, name: str, column: str, id_column: str = "") -> Ite
       path: where the file is.
       name: what it is called in its source, with its suffix.
       column: the key or column that holds the text.
-      id_column: the one that names documents; file and number of the record when empty.
+      id_column: the one that names documents; file and number of the record do where it is empty
+        or not there.
 
     Raises:
       ValueError: the file is damaged, or has no such column.
@@ -51,10 +52,11 @@ def _parquet(
 ) -> Iterator[Document]:
     try:
         with pq.ParquetFile(path) as file:
+            known = file.schema_arrow.names
+            if column not in known:
+                raise _no_column(name, column, known)
+            id_column = id_column if id_column in known else ""
             columns = [column, *([id_column] if id_column else [])]
-            for wanted in columns:
-                if wanted not in file.schema_arrow.names:
-                    raise _no_column(name, wanted, file.schema_arrow.names)
             rows, number = max(file.metadata.num_rows, 1), 0
             for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
                 # As bytes: Arrow does not check that text is UTF-8 before it fails to decode it.

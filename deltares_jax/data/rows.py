@@ -7,6 +7,7 @@ T sequence.
 """
 
 import pathlib
+import resource
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from deltares_jax.data.tokens import id_dtype
 
 Batch = dict[str, np.ndarray]
 _NONE = np.zeros(0, np.int64)
+_FEW_FILES = 100  # which the usual limit of 1024 leaves room for
 
 
 class TokenStream:
@@ -38,6 +40,7 @@ class TokenStream:
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
         self._first_record = np.cumsum([0, *(shard["records"] for shard in shards)])
         self._dtype = id_dtype(self._vocab_size)
+        _allow_files(len(shards))
         try:
             self._records = ArrayRecordDataSource([str(folder / s["file"]) for s in shards])
             known = len(self._records)
@@ -88,6 +91,16 @@ class TokenStream:
         """
         size = self._record_tokens * np.dtype(self._dtype).itemsize
         return np.frombuffer(example, self._dtype, offset=len(example) - size)
+
+
+def _allow_files(count: int) -> None:
+    """Raises this process's limit of open files: each shard that was read keeps one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + count if count > _FEW_FILES else soft
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ValueError(f"{count} shards need {wanted} open files, {hard} are allowed: ulimit -n")
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _one_line(error: BaseException) -> str:

@@ -173,7 +173,7 @@ class _Run:
             if last or stop or due or (cfg.eval.every and number % cfg.eval.every == 0):
                 self.read()
                 self.clock.pause()
-                if cfg.eval.every and (last or number % cfg.eval.every == 0):
+                if self.data.eval_sets and (last or number % cfg.eval.every == 0):
                     self.evaluate(state, number)
                 if last or stop or due:
                     self.save(state, number)

@@ -52,6 +52,11 @@ def start_lines(
         lines.append("data.source has no effect beside data.mixture")
     if not config.data.document_masking:
         lines.append("data.document_masking=False: tokens see the documents before theirs in a row")
+    if config.eval.every and not data.eval_sets:
+        lines.append(
+            f"warning: eval.every={config.eval.every}, but the data have no held-out text (split "
+            "validation): there is no evaluation; eval.sets may name other data"
+        )
     for name, rows in data.eval_sets.items():
         if config.eval.rows > len(rows):
             lines.append(f"eval.rows={config.eval.rows}: {name} has {len(rows)}, all are used")
