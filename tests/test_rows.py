@@ -231,9 +231,9 @@ from deltares_jax.data import dataset
 resource.setrlimit(resource.RLIMIT_NOFILE, (110, 1000))
 stream = dataset.Dataset(pathlib.Path("{tmp_path}/out"), 16).streams["train"]
 print(len(stream[0:len(stream)]))
-resource.setrlimit(resource.RLIMIT_NOFILE, (110, 200))
+resource.setrlimit(resource.RLIMIT_NOFILE, (250, 300))
 dataset.Dataset(pathlib.Path("{tmp_path}/out"), 16)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert int(result.stdout) == 10 * 2 + 90 * 3 + 20 * 4
-    assert "ValueError: 120 shards need 230 open files, 200 are allowed" in result.stderr
+    assert "ValueError: 120 shards need 370 open files, 300 are allowed" in result.stderr
