@@ -13,7 +13,7 @@ from array_record.python import array_record_module
 from deltares_jax.data import documents, tokens
 
 RECORD_TOKENS = 4096
-_BATCH_BYTES = 1 << 20  # of text, tokenised at once
+_BATCH_BYTES = 1 << 21  # of text, tokenised at once
 
 
 @dataclasses.dataclass
