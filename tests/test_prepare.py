@@ -204,6 +204,9 @@ def test_another_plan_in_the_same_folder_is_refused(files, tmp_path):
         prepare_files(tmp_path / "out", files, max_tokens=5000)
     with pytest.raises(ValueError, match=r"begun with another files;.* another folder"):
         prepare_files(tmp_path / "out", files / "0.jsonl", files / "1.jsonl")
+    with pytest.raises(ValueError, match="has no --column='txt'; it has text"):
+        prepare_files(tmp_path / "typo", files, column="txt")
+    assert prepare_files(tmp_path / "typo", files) == manifest.read(tmp_path / "out")
     write_files(tmp_path / "full", {"thesis.tex": b"x"})
     with pytest.raises(ValueError, match=r"full holds other files \(thesis.tex\)"):
         prepare_files(tmp_path / "full", files)

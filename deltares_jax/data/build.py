@@ -96,7 +96,8 @@ def _same_plan(out: pathlib.Path, header: dict[str, Any], source: sources.Source
     files = [[part.number, file.name, file.size] for part in source.parts for file in part.files]
     plan = {**header, "column": source.column, "files": files}
     path = out / PLAN
-    if not path.exists():
+    begun = (out / manifest_lib.MANIFEST).exists() or any((out / parts.FOLDER).glob("*.json"))
+    if not path.exists() or not begun:  # a plan that failed at once may be mended
         manifest_lib.write_json(path, plan)
         return
     before = json.loads(path.read_text())
