@@ -1,6 +1,8 @@
 """Prepared data sets: the same bytes however the work was cut, found again, damage named."""
 
+import contextlib
 import hashlib
+import itertools
 import math
 import pathlib
 import sysconfig
@@ -248,3 +250,28 @@ def test_progress_tells_tokens_rate_and_time_left(monkeypatch, capsys):
     clock[0] += 40
     limited.advance(1, 6000)
     assert "75.0% of the source" in capsys.readouterr().err
+
+
+def test_work_cut_between_any_two_renames_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    for i, count in enumerate((300, 900, 0, 700)):
+        write_files(tmp_path / "in", {f"{i}.jsonl": lines_of(count, "w ")})
+    prepare_files(tmp_path / "whole", tmp_path / "in", max_tokens=9000)
+    whole, real = contents(tmp_path / "whole"), pathlib.Path.replace
+    for point in itertools.count():
+        renames = itertools.count()
+
+        def cut(path, target, renames=renames, point=point):
+            if next(renames) == point:
+                raise KeyboardInterrupt
+            return real(path, target)
+
+        out = tmp_path / str(point)
+        monkeypatch.setattr(pathlib.Path, "replace", cut)
+        with contextlib.suppress(KeyboardInterrupt):
+            prepare_files(out, tmp_path / "in", max_tokens=9000)
+        monkeypatch.setattr(pathlib.Path, "replace", real)
+        if next(renames) <= point:
+            break  # it was not cut
+        prepare_files(out, tmp_path / "in", max_tokens=9000)
+        assert contents(out) == whole
+    assert point > 8

@@ -70,7 +70,8 @@ def prepare(
 def _holds_nothing_else(out: pathlib.Path) -> None:
     """Refuses a folder of somebody's own files."""
     if out.is_dir() and not (out / PLAN).exists():
-        others = {path.name for path in out.iterdir()} - {".lock", parts.FOLDER}
+        others = {path.name for path in out.iterdir() if path.suffix != ".partial"}
+        others -= {".lock", parts.FOLDER}
         if others:
             raise ValueError(
                 f"{out} holds other files ({sorted(others)[0]}); give a new folder to prepare in"
