@@ -72,10 +72,10 @@ AT_MOST: dict[str, float] = {
     "model.mlp_width": 2**22,
     "model.norm_eps": 1,
     "data.seq_len": 2**20,
-    "data.workers": 2**10,
     "train.batch_size": 2**20,
     "eval.batch_size": 2**16,
     "train.seed": 2**32 - 1,
+    "data.workers": 2**10,
 }
 _INT_LIMIT = 2**31 - 1
 _FLOAT_LIMIT = 3e38  # of float32

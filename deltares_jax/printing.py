@@ -1,7 +1,12 @@
-"""How numbers and lines are printed."""
+"""How numbers and lines are printed, and what becomes of lines that cannot be."""
 
+import contextlib
 import os
 import sys
+
+from deltares_jax.training.signals import Stop
+
+UNEXPECTED = 1
 
 
 def human_time(seconds: float) -> str:
@@ -24,9 +29,52 @@ def human_count(number: float) -> str:
     return f"{number:.4g}"
 
 
+def discard_stdout() -> None:
+    """Drops what is printed from now on, and what could not be written before."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open to the end
+
+
+def open_closed() -> None:
+    """Gives a process that was started without stdout or stderr (`>&-`) an empty one."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # print(file=None) would write to the other one
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as above
+
+
 def say(*lines: str, end: str = "\n") -> None:
-    """Prints lines; a reader who has gone away (`| head`, a closed pager) does not end the run."""
+    """Prints lines on a run; it goes on where they cannot be read (`| head`, a full disk)."""
     try:
         print(*lines, sep="\n", end=end, flush=True)
-    except OSError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open to the end
+    except OSError as error:
+        discard_stdout()
+        with contextlib.suppress(OSError):  # the terminal of both may have gone
+            print(
+                f"stdout cannot be written ({error.strerror}); going on without it",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def need_stdout() -> None:
+    """Ends a command whose result nobody could get, before it is computed."""
+    if sys.__stdout__ is None:
+        raise Stop("stdout is closed, so the result cannot be written", UNEXPECTED)
+
+
+def put(*lines: str) -> None:
+    """Prints what a command was started for.
+
+    Raises:
+      BrokenPipeError: the reader has left.
+      Stop: it cannot be written.
+    """
+    need_stdout()
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard_stdout()
+        raise Stop(
+            f"the result cannot be written to stdout: {error.strerror}", UNEXPECTED
+        ) from None

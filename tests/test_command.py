@@ -215,14 +215,6 @@ def test_help_shows_an_example_and_the_flags(command):
         assert "--print_config" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["data.prepare", "data.inspect"])
-def test_data_commands_show_an_example(name, command):
-    result = command(name, "--help")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert f"python -m deltares_jax.{name} --" in result.stdout
-    assert {"data.prepare": "--max_tokens", "data.inspect": "--rows"}[name] in result.stdout
-
-
 # Folders.
 
 

@@ -63,3 +63,11 @@ def test_inspect_refuses_what_training_would(command):
     assert result.returncode == 2
     assert "is not prepared" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["data.prepare", "data.inspect"])
+def test_data_commands_show_an_example(name, command):
+    result = command(name, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"python -m deltares_jax.{name} --" in result.stdout
+    assert {"data.prepare": "--max_tokens", "data.inspect": "--rows"}[name] in result.stdout

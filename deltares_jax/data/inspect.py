@@ -10,7 +10,7 @@ from absl import flags
 from deltares_jax import command
 from deltares_jax import config as config_lib
 from deltares_jax.data import dataset, tokens
-from deltares_jax.printing import human_count, say
+from deltares_jax.printing import human_count, put
 
 _ROWS = flags.DEFINE_integer("rows", 3, "How many rows to decode.", lower_bound=0)
 _LENGTHS_TOKENS = 1 << 24  # of a larger text, the lengths of the first documents are shown
@@ -68,16 +68,16 @@ def main() -> int:
         raise ValueError(command.MISSING_CONFIG)
     config = config_lib.resolve(flags.FLAGS.config)
     data = dataset.open_data(config)
-    say(*data.describe(0))
+    put(*data.describe(0))
     for name in data.parts:
-        say(*_part_lines(config, data, name))
+        put(*_part_lines(config, data, name))
     for name, rows in data.eval_sets.items():
-        say(f"evaluation on {name}: {min(config.eval.rows, len(rows)):,} of {len(rows):,} rows")
+        put(f"evaluation on {name}: {min(config.eval.rows, len(rows)):,} of {len(rows):,} rows")
     part = next(iter(data.parts.values()))
     tokenizer = tokens.load(part.folder, part.manifest)
     for number in range(min(_ROWS.value, len(data.order))):
         source, row = data.order[number]
-        say(*_row_lines(number + 1, data.rows[source][row], tokenizer))
+        put(*_row_lines(number + 1, data.rows[source][row], tokenizer))
     return 0
 
 
