@@ -1,5 +1,7 @@
-"""Delta Block, 1.04B parameters, 4 blocks.
+r"""Delta Block, 1.04B parameters, 4 blocks.
 
+    python -m deltares_jax.data.prepare --source=fineweb_edu/sample-10BT \
+        --tokenizer=Qwen/Qwen3-0.6B --max_tokens=700000000
     python -m deltares_jax.train --config=configs/1b_delta_block.py
 
 Hardware: 16 accelerators.

@@ -1,5 +1,7 @@
-"""AttnRes full (Kimi), 220M parameters.
+r"""AttnRes full (Kimi), 220M parameters.
 
+    python -m deltares_jax.data.prepare --source=fineweb_edu/sample-10BT \
+        --tokenizer=Qwen/Qwen3-0.6B --max_tokens=700000000
     python -m deltares_jax.train --config=configs/220m_attnres_full.py
 
 Hardware: one host of 8 accelerators.

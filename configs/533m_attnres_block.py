@@ -1,5 +1,7 @@
-"""AttnRes block (Kimi), 533M parameters, 4 blocks.
+r"""AttnRes block (Kimi), 533M parameters, 4 blocks.
 
+    python -m deltares_jax.data.prepare --source=fineweb_edu/sample-10BT \
+        --tokenizer=Qwen/Qwen3-0.6B --max_tokens=700000000
     python -m deltares_jax.train --config=configs/533m_attnres_block.py
 
 Hardware: one host of 8 accelerators.

@@ -1,5 +1,7 @@
-"""Delta AttnRes, 533M parameters.
+r"""Delta AttnRes, 533M parameters.
 
+    python -m deltares_jax.data.prepare --source=fineweb_edu/sample-10BT \
+        --tokenizer=Qwen/Qwen3-0.6B --max_tokens=700000000
     python -m deltares_jax.train --config=configs/533m_delta_attnres.py
 
 Hardware: one host of 8 accelerators.

@@ -1,5 +1,7 @@
-"""Delta Block, 596M parameters, the shape of Qwen3-0.6B, 28 blocks.
+r"""Delta Block, 596M parameters, the shape of Qwen3-0.6B, 28 blocks.
 
+    python -m deltares_jax.data.prepare --source=fineweb_edu/sample-10BT \
+        --tokenizer=Qwen/Qwen3-0.6B --max_tokens=700000000
     python -m deltares_jax.train --config=configs/600m_delta_block.py
 
 Hardware: one host of 8 accelerators.

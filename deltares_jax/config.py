@@ -63,6 +63,11 @@ def default() -> ConfigDict:
             "dir": "",  # empty: the user's cache folder
             "tokenizer": "byte",
             "seq_len": 128,
+            "mixture": "",  # "a=0.7,b=0.3": shares of the rows, of sources or folders
+            "document_masking": True,  # tokens see their own document alone
+            "repeat": True,  # a new order once the data is used up; else the run ends there
+            "allow_change": False,  # resume with other data, from its first row
+            "workers": 0,  # processes that read ahead; threads do
         }
     )
     config.train = ConfigDict(
@@ -96,8 +101,9 @@ def default() -> ConfigDict:
     config.eval = ConfigDict(
         {
             "every": 100,  # 0 is off
-            "rows": 64,  # the first of the validation split, the same each time
+            "rows": 64,  # the first of each set, the same each time
             "batch_size": 8,
+            "sets": "",  # "web=SOURCE,own=FOLDER:train"; empty: the sources' validation splits
         }
     )
     config.checkpoint = ConfigDict(
@@ -216,7 +222,7 @@ def notes(config: FrozenConfigDict) -> list[str]:
 
 
 # What a resumed run may change, by the longest matching prefix: `fixed` is refused, `free` is
-# logged, `upwards` may only grow.
+# logged, `upwards` may only grow, `data` needs data.allow_change.
 RESUME = {
     "model": "fixed",
     "model.remat": "free",
@@ -224,13 +230,17 @@ RESUME = {
     "model.attention": "free",
     "model.dtype": "free",
     "model.residual.kernel": "free",
-    "data": "fixed",
+    "data": "data",
     "data.dir": "free",
+    "data.document_masking": "fixed",
+    "data.repeat": "free",
+    "data.allow_change": "free",
+    "data.workers": "free",
     "train.steps": "upwards",
     "train.batch_size": "free",
     "train.accumulation": "free",
     "train.log_every": "free",
-    "train.seed": "fixed",
+    "train.seed": "data",
     "train.platform": "free",
     "train.profile_steps": "free",
     "train.compile_cache": "free",
@@ -264,8 +274,10 @@ def changed_on_resume(saved: dict[str, Any], config: FrozenConfigDict) -> list[s
             continue
         rule = resume_rule(key)
         wide = key == "model.dtype" and "float64" in (before, after)  # another dtype on disk
-        bad = rule == "fixed" or (rule == "upwards" and after < before) or wide
+        other_data = rule == "data" and not config.data.allow_change
+        bad = rule == "fixed" or (rule == "upwards" and after < before) or wide or other_data
         why = " (float64 is kept as float64 in checkpoints)" if wide else ""
+        why += " (data.allow_change=True allows it)" if other_data else ""
         (refused if bad else allowed).append(f"{key}: {before} → {after}{why}")
     if refused:
         raise ValueError(

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from deltares_jax.data import names
 from deltares_jax.models import variants
 
 Flat = dict[str, Any]
@@ -38,6 +39,7 @@ AT_LEAST: dict[str, float] = {
     "model.norm_eps": 0,
     "model.residual.num_blocks": 1,
     "data.seq_len": 1,
+    "data.workers": 0,
     "train.steps": 1,
     "train.batch_size": 1,
     "train.accumulation": 1,
@@ -73,6 +75,7 @@ AT_MOST: dict[str, float] = {
     "train.batch_size": 2**20,
     "eval.batch_size": 2**16,
     "train.seed": 2**32 - 1,
+    "data.workers": 2**10,
 }
 _INT_LIMIT = 2**31 - 1
 _FLOAT_LIMIT = 3e38  # of float32
@@ -154,6 +157,8 @@ def combinations(flat: Flat) -> None:
     if len(rest) > 1:
         raise ValueError(f"{' and '.join(rest)} are -1; one axis at most may take the rest")
     parse_profile_steps(flat["train.profile_steps"], flat["train.steps"])
+    names.parse_mixture(flat["data.mixture"])
+    names.parse_sets(flat["eval.sets"])
 
 
 def _shape(flat: Flat) -> None:

@@ -29,6 +29,57 @@ def _cache_folder(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> pathlib.Path:
+    """The folder of the interpreter's own standard library, prepared."""
+    from deltares_jax.data import build, manifest, sources, tokens
+
+    folder = manifest.folder_of(tmp_path_factory.mktemp("data"), "py_stdlib", "byte")
+    build.prepare(sources.py_stdlib(), tokens.ByteTokenizer(), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory) -> pathlib.Path:
+    """Three data sets: `long`, `short` of 20 rows, and `held` without a train split."""
+    from data_helpers import prepare_files, write_files
+
+    from deltares_jax.data import sources
+
+    root = tmp_path_factory.mktemp("corpora")
+    texts = {"long": 400, "short": 7, "held": 5}
+    patch = pytest.MonkeyPatch()
+    for name, count in texts.items():
+        files = {f"{i:03}.txt": f"{name} {i} ".encode() * 6 for i in range(count)}
+        write_files(root / "in" / name, files)
+        splits = {"short": "train", "held": "validation"}
+        if name in splits:
+            patch.setattr(sources.Source, "split", lambda self, part, at, s=splits[name]: s)
+        prepare_files(root / name, root / "in" / name)
+        patch.undo()
+    return root
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory) -> pathlib.Path:
+    """A folder with a small tokenizer.json: byte-level pieces of Python, ids up to 299."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([pathlib.Path(__file__).read_text()], trainer)
+    folder = tmp_path_factory.mktemp("bpe")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 @pytest.fixture
 def tiny() -> ConfigDict:
     """2 layers, width 32, 4 heads, 2 KV heads, head_dim 16, batch 8 x 16, six steps."""

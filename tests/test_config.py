@@ -461,15 +461,20 @@ RESUME = {
     "model.residual.null_source": ("fixed", True),
     "model.residual.centered": ("fixed", True),
     "model.residual.kernel": ("free", "direct"),
-    "data.source": ("fixed", "fineweb_edu/sample-10BT"),
+    "data.source": ("data", "fineweb_edu/sample-10BT"),
     "data.dir": ("free", "elsewhere"),
-    "data.tokenizer": ("fixed", "Qwen/Qwen3-0.6B"),
-    "data.seq_len": ("fixed", 64),
+    "data.tokenizer": ("data", "Qwen/Qwen3-0.6B"),
+    "data.seq_len": ("data", 64),
+    "data.mixture": ("data", "py_stdlib=1"),
+    "data.document_masking": ("fixed", False),
+    "data.repeat": ("free", False),
+    "data.allow_change": ("free", True),
+    "data.workers": ("free", 2),
     "train.steps": ("upwards", 400),
     "train.batch_size": ("free", 16),
     "train.accumulation": ("free", 2),
     "train.log_every": ("free", 10),
-    "train.seed": ("fixed", 1),
+    "train.seed": ("data", 1),
     "train.platform": ("free", "tpu"),
     "train.profile_steps": ("free", "5:6"),
     "train.compile_cache": ("free", "off"),
@@ -488,6 +493,7 @@ RESUME = {
     "eval.every": ("free", 50),
     "eval.rows": ("free", 32),
     "eval.batch_size": ("free", 4),
+    "eval.sets": ("free", "own=py_stdlib"),
     "checkpoint.every": ("free", 50),
     "checkpoint.keep": ("free", 5),
     "metrics.tensorboard": ("free", False),
@@ -513,9 +519,15 @@ def test_resume_rule_of_every_key_is_tested():
 def test_resume_refuses_or_lists_a_change(key, rule, other):
     usual = config_lib.flatten(config_lib.default())[key]
     line = f"{key}: {usual} → {other}"
-    if rule == "fixed":
+    if rule in ("fixed", "data"):
         with refuses("cannot be resumed", line, "--workdir"):
             resume({}, {key: other})
+        allowed = {key: other, "data.allow_change": True}
+        if rule == "data":
+            assert resume({}, allowed) == ["data.allow_change: False → True", line]
+        else:
+            with refuses("cannot be resumed", line):
+                resume({}, allowed)
     else:
         assert resume({}, {key: other}) == [line]
     back = f"{key}: {other} → {usual}"

@@ -17,7 +17,7 @@ from conftest import ROOT
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.data import ngram, pipeline
+from deltares_jax.data import dataset, ngram, pipeline
 from deltares_jax.models import transformer, variants
 from deltares_jax.training import checkpoint, loop, metrics, programs, signals, workdir
 
@@ -77,7 +77,7 @@ def test_what_a_run_leaves(finished):
 def test_held_out_loss_is_that_of_a_plain_computation(finished):
     config, folder, result = finished
     model = load(folder)
-    rows = pipeline.open_dataset(config_lib.resolve(config)).rows["validation"]
+    rows = dataset.open_data(config_lib.resolve(config)).eval_sets["py_stdlib"]
     total = count = 0.0
     apply = jax.jit(transformer.apply, static_argnums=0)
     for i in range(20):
@@ -159,14 +159,14 @@ def test_resume_refuses_another_model_or_schedule(finished):
 
 def test_resume_refuses_other_data(finished, monkeypatch):
     config, folder, _ = finished
-    real = pipeline.open_dataset
+    real = dataset.open_data
 
     def other(config):
-        dataset = real(config)
-        dataset.manifest["fingerprint"] = "0" * 64
-        return dataset
+        data = real(config)
+        data.parts["py_stdlib"].manifest["fingerprint"] = "0" * 64
+        return data
 
-    monkeypatch.setattr(pipeline, "open_dataset", other)
+    monkeypatch.setattr(dataset, "open_data", other)
     with pytest.raises(ValueError, match="other data"):
         train(config, folder)
 
@@ -267,18 +267,18 @@ def test_held_out_loss_does_not_depend_on_the_batch(tiny, tmp_path):
 
 
 def test_more_held_out_rows_than_there_are_is_said(tiny, tmp_path, monkeypatch, capsys):
-    real = pipeline.open_dataset
+    real = dataset.open_data
 
     def short(config):
-        dataset = real(config)
-        dataset.rows["validation"] = [dataset.rows["validation"][i] for i in range(3)]
-        return dataset
+        data = real(config)
+        data.eval_sets = {"own": [data.eval_sets["py_stdlib"][i] for i in range(3)]}
+        return data
 
-    monkeypatch.setattr(pipeline, "open_dataset", short)
+    monkeypatch.setattr(dataset, "open_data", short)
     tiny.train.steps = 3
     tiny.eval.update({"every": 3, "rows": 1000})
     train(tiny, tmp_path / "run")
-    assert "eval.rows=1000: the split has 3, all are used" in capsys.readouterr().out
+    assert "eval.rows=1000: own has 3, all are used" in capsys.readouterr().out
     assert metrics.read_rows(tmp_path / "run")[1][3]["eval_tokens"] <= 3 * 16
 
 
@@ -424,7 +424,7 @@ def test_command_outlives_the_reader_of_its_output(tmp_path):
 
 def test_command_that_cannot_save_says_so_and_keeps_what_it_has(tmp_path):
     """A limit on the size of files stands for a full disk."""
-    pipeline.open_dataset(config_lib.resolve(config_lib.default()))  # prepared before the limit
+    dataset.open_data(config_lib.resolve(config_lib.default()))  # prepared before the limit
     small = [
         "--config.train.compile_cache=off",
         "--config.train.steps=4",
@@ -505,8 +505,8 @@ def test_debug_run_of_every_variant_learns(tmp_path, name):
     config.train.steps = 60
     config.eval.every = 60
     result = train(config, tmp_path / "run")
-    dataset = pipeline.open_dataset(config_lib.resolve(config))
-    counts = ngram.bigram_counts(dataset.streams["train"], 257, 256)
-    rows = dataset.rows["validation"]
+    data = dataset.open_data(config_lib.resolve(config))
+    counts = ngram.bigram_counts(data.parts["py_stdlib"].streams["train"], 257, 256)
+    rows = data.eval_sets["py_stdlib"]
     unigram = ngram.unigram_loss(counts, pipeline.eval_batches(rows, config.eval.rows, 8))
     assert result["eval_loss"] < unigram

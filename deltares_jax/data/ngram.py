@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 MAX_VOCAB = 4096  # a bigram table is V × V
+MAX_TOKENS = 1 << 28  # counting is done at the end of a run, while the user waits
 _CHUNK = 1 << 22
 
 

@@ -1,160 +1,180 @@
-"""Rows and batches: pure functions of a prepared data set, a seed and a position.
+"""Batches: pure functions of rows, a seed and a position.
 
-A row is T+1 tokens with stride T: T inputs and T targets, so every token but the corpus's first is
-a target exactly once. Batch k of a run is rows `rows_seen` … `rows_seen + B − 1` of a seeded,
-endless permutation; nothing else needs to be remembered.
+Batch k of a run is rows `rows_seen` … `rows_seen + B − 1` of a seeded, endless permutation; nothing
+else needs to be remembered, and any number of processes cuts the same batch among itself.
 
 B batch, T sequence.
 """
 
-import pathlib
+import fractions
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
 import numpy as np
-import tensorflow_datasets as tfds
-from ml_collections.config_dict.config_dict import FrozenConfigDict
+from absl import flags
 
-from deltares_jax import config as config_lib
-from deltares_jax.data import prepare, sources, tokens
+from deltares_jax.data.rows import Batch
+from deltares_jax.data.rows import Rows as Rows  # beside the batches that are made of them
 
-Batch = dict[str, np.ndarray]
-
-_EPOCHS = 10**6  # a slice of an endless repeat overflows in grain
+_ENDLESS = 1 << 60  # rows
+_MOST_ROWS = 1 << 32  # what grain's permutation takes
 
 
-class TokenStream:
-    """The tokens of one split, addressed by position.
+class Order:
+    """Which row of which source comes at a position of a run.
 
-    Raises:
-      ValueError: the records cannot be read, or are fewer than the manifest says.
-    """
-
-    def __init__(self, folder: pathlib.Path, split: str, manifest: dict[str, Any]):
-        self._record_tokens = manifest["record_tokens"]
-        self._size = manifest["splits"][split]["tokens"]
-        try:
-            builder = tfds.builder_from_directory(str(folder))
-            self._records: Sequence[dict[str, np.ndarray]] = builder.as_data_source(split=split)
-            _ = self[self._size - 1 : self._size]  # the last record is there
-        except Exception as error:  # of TFDS, protobuf or array_record
-            raise ValueError(
-                f"{folder}: split {split} is damaged ({error}); "
-                "remove the folder to prepare it again"
-            ) from error
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        """Tokens [start, stop), clipped at the end of the text."""
-        size = self._record_tokens
-        start, stop = span.start, min(span.stop, self._size)
-        first, last = start // size, (stop - 1) // size
-        parts = [self._records[i]["tokens"] for i in range(first, last + 1)]
-        return np.concatenate(parts)[start - first * size : stop - first * size]
-
-
-class Rows:
-    """Rows of T inputs and T targets over a stream of tokens, by number.
-
-    Each is a dict of int32 `inputs`, `targets`, `positions`, `segments` and float32 `weights`, all
-    [T]. Positions restart with each document, and at the row's start. A target has weight 0 where
-    it begins a document and in the padding of the last row, which is a segment of its own.
-    """
-
-    def __init__(self, stream: Any, seq_len: int, end_of_text: int):
-        self._stream, self._T, self._end_of_text = stream, seq_len, end_of_text
-
-    def __len__(self) -> int:
-        return -(-(len(self._stream) - 1) // self._T)
-
-    def __getitem__(self, row: int) -> Batch:
-        T = self._T
-        chunk = self._stream[row * T : row * T + T + 1].astype(np.int32)
-        real = chunk.size - 1
-        chunk = np.pad(chunk, (0, T + 1 - chunk.size), constant_values=self._end_of_text)
-        inputs, targets = chunk[:-1], chunk[1:]
-        index = np.arange(T)
-        starts = np.zeros(T, bool)
-        starts[1:] = inputs[:-1] == self._end_of_text
-        starts[real + 1 :] = False
-        if real < T:
-            starts[real] = True  # the padding
-        segments = np.cumsum(starts) + 1
-        positions = index - np.maximum.accumulate(np.where(starts, index, 0))
-        weights = (inputs != self._end_of_text) & (index < real)
-        return {
-            "inputs": inputs,
-            "targets": targets,
-            "positions": positions.astype(np.int32),
-            "segments": segments.astype(np.int32),
-            "weights": weights.astype(np.float32),
-        }
-
-
-class Dataset:
-    """A prepared data set: its manifest, token streams and rows per split."""
-
-    def __init__(self, folder: pathlib.Path, seq_len: int):
-        manifest = prepare.read_manifest(folder)
-        if manifest is None:
-            raise ValueError(f"{folder} holds no prepared data set ({prepare.MANIFEST} is missing)")
-        self.manifest: dict[str, Any] = manifest
-        self.streams = {s: TokenStream(folder, s, manifest) for s in manifest["splits"]}
-        self.rows = {
-            split: Rows(stream, seq_len, manifest["end_of_text"])
-            for split, stream in self.streams.items()
-        }
-        for split, rows in self.rows.items():
-            if not len(rows):
-                raise ValueError(f"{folder}: split {split} holds no row of data.seq_len={seq_len}")
-
-
-def open_dataset(config: FrozenConfigDict) -> Dataset:
-    """The data set that `config.data` names, prepared first if it is one that we can make alone.
-
-    Raises:
-      ValueError: the source is not prepared, or its vocabulary is larger than the model's.
-    """
-    data = config.data
-    cache = pathlib.Path(data.dir).expanduser() if data.dir else config_lib.cache_folder() / "data"
-    if data.source not in sources.SOURCES:
-        raise ValueError(
-            f"data.source={data.source!r} (tokenizer {data.tokenizer!r}) is not prepared under "
-            f"{cache}: this version prepares {', '.join(sources.SOURCES)} by itself, so it needs "
-            "that source's documents tokenised and packed there first; to train at once use "
-            "--config=configs/debug.py"
-        )
-    tokenizer = tokens.get_tokenizer(data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} must be at least {tokenizer.vocab_size}, "
-            f"the vocabulary of data.tokenizer={data.tokenizer!r}"
-        )
-    return Dataset(prepare.prepare_py_stdlib(cache.absolute()), data.seq_len)
-
-
-def train_batches(rows: Any, seed: int, batch_size: int, rows_seen: int) -> Iterator[Batch]:
-    """Batches [B, T] from position `rows_seen` of the seeded permutation, a new order each epoch.
+    Each source is permuted anew in each of its epochs; sources are interleaved so that everywhere
+    each has its share, to within a row or two.
 
     Args:
-      rows: `Rows`, or anything with a length and items.
-      seed: of the permutation.
+      sizes: rows of each source.
+      weights: their shares of the rows.
+      seed: of the permutations.
+      repeat: a new epoch of a source once it is used up; else the end is where the first source
+        would begin a second one.
+
+    Raises:
+      ValueError: a source has too many rows to be permuted.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], seed: int, repeat: bool = True
+    ):
+        self._sizes, self._weights, self._seed = list(sizes), whole_weights(weights), seed
+        if max(sizes) > _MOST_ROWS:
+            raise ValueError(
+                f"a source of {max(sizes):,} rows cannot be shuffled, {_MOST_ROWS:,} can; use a "
+                "larger data.seq_len, or several sources in data.mixture"
+            )
+        self._length = _ENDLESS
+        if not repeat:
+            whole = sum(self._weights)
+            guess = min(s * whole // w for s, w in zip(sizes, self._weights, strict=True))
+            self._length = guess + len(self._weights)
+            while any(n > s for n, s in zip(self.seen(self._length), self._sizes, strict=True)):
+                self._length -= 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def seen(self, position: int) -> list[int]:
+        """How many of the first `position` rows each source gave."""
+        counts, rest = [], sum(self._weights)
+        for weight in self._weights:  # each takes its share of what the ones before leave
+            left = position * (rest - weight) // rest
+            counts.append(position - left)
+            position, rest = left, rest - weight
+        return counts
+
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        """(source, its row) at a position."""
+        source, number = 0, position
+        if len(self._sizes) > 1:
+            before, after = self.seen(position), self.seen(position + 1)
+            source = next(i for i, count in enumerate(after) if count > before[i])
+            number = before[source]
+        epoch, place = divmod(number, self._sizes[source])
+        seed = _epoch_seed(self._seed, source, epoch)
+        size = self._sizes[source]
+        return source, grain.experimental.index_shuffle(place, size - 1, seed, rounds=4)
+
+
+@functools.lru_cache(maxsize=1024)
+def _epoch_seed(seed: int, source: int, epoch: int) -> int:
+    return int(np.random.SeedSequence([seed, source, epoch]).generate_state(1)[0])
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Weights as the smallest whole numbers of the same proportions, to six digits."""
+    exact = [fractions.Fraction(f"{weight:.6g}") for weight in weights]
+    scale = np.lcm.reduce([f.denominator for f in exact])
+    whole = [int(f * int(scale)) for f in exact]
+    return [number // int(np.gcd.reduce(whole)) for number in whole]
+
+
+class _Batches:
+    """One process's parts of the batches from a position on, by number."""
+
+    def __init__(
+        self, sources: Sequence[Any], order: Order, rows_seen: int, batch_size: int, own: range
+    ):
+        self._sources, self._order = list(sources), order
+        self._rows_seen, self._batch_size, self._own = rows_seen, batch_size, own
+
+    def __len__(self) -> int:  # the same on every process
+        return max(0, len(self._order) - self._rows_seen) // self._batch_size
+
+    def __getitem__(self, number: Any) -> Batch:
+        first = self._rows_seen + int(number) * self._batch_size
+        places = [self._order[first + place] for place in self._own]
+        return _stacked([self._sources[source][row] for source, row in places])
+
+
+def _stacked(rows: Sequence[Batch]) -> Batch:
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def train_batches(
+    sources: Sequence[Any],
+    order: Order,
+    batch_size: int,
+    rows_seen: int,
+    process: int = 0,
+    processes: int = 1,
+    workers: int = 0,
+) -> grain.DatasetIterator[Batch]:
+    """Batches [B / processes, T] from position `rows_seen`: this process's part of each.
+
+    Args:
+      sources: `Rows` of each source, or anything with items.
+      order: in which their rows come.
       batch_size: sequences over all devices.
       rows_seen: rows that the run has trained on before.
+      process: which part of a batch, in order.
+      processes: how many there are.
+      workers: processes that read ahead; threads of this one when 0.
+
+    Raises:
+      ValueError: the batch cannot be cut in equal parts.
     """
-    dataset = grain.MapDataset.source(rows).seed(seed).shuffle().repeat(_EPOCHS)
-    batched = dataset[rows_seen:].batch(batch_size)
+    share = _share(batch_size, processes)
+    places = range(process * share, (process + 1) * share)
+    own = _Batches(sources, order, rows_seen, batch_size, places)
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-    return iter(batched.to_iter_dataset(options))
+    batches = grain.MapDataset.source(own).to_iter_dataset(options)
+    if workers:
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # grain passes them on, and there are none in a notebook
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+    return iter(batches)
 
 
-def eval_batches(rows: Any, count: int, batch_size: int) -> Iterator[Batch]:
-    """The first `count` rows in order, as batches of equal size; filled up with weight 0."""
-    for start in range(0, count, batch_size):
-        chosen = [rows[i] for i in range(start, min(start + batch_size, count))]
-        filler = {**chosen[0], "weights": np.zeros_like(chosen[0]["weights"])}
-        chosen += [filler] * (batch_size - len(chosen))
-        yield {key: np.stack([row[key] for row in chosen]) for key in chosen[0]}
+def _share(batch_size: int, processes: int) -> int:
+    if batch_size % processes:
+        raise ValueError(
+            f"a batch of {batch_size} sequences must be a multiple of the {processes} processes "
+            "that read it"
+        )
+    return batch_size // processes
+
+
+def eval_batches(
+    rows: Any, count: int, batch_size: int, process: int = 0, processes: int = 1
+) -> Iterator[Batch]:
+    """The first `count` rows in order, as batches of equal size; filled up with weight 0.
+
+    Args:
+      rows: of an evaluation set.
+      count: how many of them.
+      batch_size: sequences over all devices.
+      process: which part of each batch is wanted, in order.
+      processes: how many parts there are.
+    """
+    share = _share(batch_size, processes)
+    for start in range(process * share, -(-count // batch_size) * batch_size, batch_size):
+        chosen = [rows[i] for i in range(start, min(start + share, count))]
+        first = chosen[0] if chosen else rows[0]
+        filler = {**first, "weights": np.zeros_like(first["weights"])}
+        yield _stacked(chosen + [filler] * (share - len(chosen)))

@@ -1,149 +1,111 @@
-"""Prepares data sets: documents to tokens to records, recorded with TFDS as array_record.
+"""Prepares a data set: documents to tokens to records that training reads.
 
-A prepared data set is a folder that TFDS reads without TensorFlow, with our own `manifest.json`
-beside the records: source, tokenizer, counts per split and a fingerprint. It is made aside and
-renamed with its manifest, so several processes may prepare it at once; a folder without a manifest
-is prepared again.
+    python -m deltares_jax.data.prepare --source=fineweb_edu/sample-10BT --tokenizer=Qwen/Qwen3-0.6B
+    python -m deltares_jax.data.prepare --source=text --path=notes,logs/*.jsonl.zst --out=mine
+
+Given again after an interruption, the same command goes on from the last finished file. Sources:
+py_stdlib, text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet under --path), and
+fineweb_edu/CONFIG, from the hub (HF_ENDPOINT gives another address) or from parquet files under
+--path. Training finds what is prepared without --out by itself; else by data.dir.
 """
 
-import contextlib
-import dataclasses
-import hashlib
-import io
-import json
 import os
 import pathlib
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
-from typing import Any
+import re
 
-import numpy as np
-import tensorflow_datasets as tfds
+from absl import flags
 
-from deltares_jax.data import sources, tokens
+from deltares_jax import command
+from deltares_jax.data import build, runners, sources, tokens
+from deltares_jax.data import manifest as manifest_lib
+from deltares_jax.printing import say
 
-MANIFEST = "manifest.json"
-_VERSION = "1.0.0"
-
-
-class PyStdlib(tfds.core.GeneratorBasedBuilder):
-    """The running interpreter's standard library as records of byte tokens."""
-
-    VERSION = tfds.core.Version(_VERSION)
-    name = "py_stdlib"
-    BUILDER_CONFIGS = [  # noqa: RUF012 - the form that TFDS asks for
-        tfds.core.BuilderConfig(name=f"{sources.py_stdlib_version()}-byte")
-    ]
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.counts = {split: tokens.Counts() for split in sources.SPLITS}
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        record = tfds.features.Tensor(
-            shape=(tokens.RECORD_TOKENS,),
-            dtype=np.uint16,
-            encoding=tfds.features.Encoding.BYTES,  # a varint per token is 20 times slower to read
-        )
-        return tfds.core.DatasetInfo(
-            builder=self,
-            features=tfds.features.FeaturesDict({"tokens": record}),
-            disable_shuffling=True,  # the order of the text is the order of the records
-        )
-
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, Any]]]:
-        files = sources.py_stdlib_files()
-        return {split: self._generate_examples(split, files[split]) for split in files}
-
-    def _generate_examples(
-        self, split: str, paths: list[pathlib.Path]
-    ) -> Iterator[tuple[int, Any]]:
-        documents = sources.read_files(paths)
-        packed = tokens.pack(documents, tokens.ByteTokenizer(), self.counts[split])
-        for number, record in enumerate(packed):
-            yield number, {"tokens": record}
+_SOURCE = flags.DEFINE_string("source", "", "py_stdlib, text, or fineweb_edu/CONFIG.")
+_PATH = flags.DEFINE_list("path", [], "Folders, files or globs, separated by commas.")
+_COLUMN = flags.DEFINE_string("column", "text", "Key or column of the text in files of records.")
+_REVISION = flags.DEFINE_string("revision", "main", "Branch, tag or commit on the hub.")
+_FILES = flags.DEFINE_string("files", "", "Which input files, from 0: 0-3,7; all when empty.")
+_MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens",
+    0,
+    "Take whole documents while the training text stays within so many tokens; 0: all. Of a "
+    "held-out file, a hundredth is taken, but 2^20 tokens at least.",
+    lower_bound=0,
+)
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", tokens.BYTE, "byte, a tokenizer.json or its folder, or a hub id."
+)
+_OUT = flags.DEFINE_string("out", "", "Folder to prepare in; the user's cache folder when empty.")
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_WORKERS = flags.DEFINE_integer("workers", _CORES, "Processor cores to use.", lower_bound=1)
+_BEAM_RUNNER = flags.DEFINE_string(
+    "beam_runner", "", "Do the work as a Beam pipeline on this runner, for example DirectRunner."
+)
+_BEAM_OPTIONS = flags.DEFINE_list("beam_options", [], "Options of the pipeline, as --name=value.")
 
 
-def read_manifest(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The manifest of a prepared data set, or None where the folder holds none."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        return None
+def _numbers(text: str) -> list[range]:
+    spans = []
+    for span in text.split(",") if text else []:
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", span.strip())
+        last = int(match[2] or match[1]) if match else -1
+        if not match or last < int(match[1]):
+            raise ValueError(f"--files={text!r} must be numbers from 0 and spans, such as 0-3,7")
+        spans.append(range(int(match[1]), last + 1))
+    return spans
+
+
+def _source() -> sources.Source:
+    name, path, numbers = _SOURCE.value, _PATH.value, _numbers(_FILES.value)
+    kind, _, config = name.partition("/")
+    if name == "py_stdlib":
+        return sources.select(sources.py_stdlib(), numbers)
+    if name == "text":
+        if not path:
+            raise ValueError("--source=text needs --path, a folder or glob of your files")
+        return sources.select(sources.text(path, _COLUMN.value), numbers)
+    if kind == sources.FINEWEB_EDU and config:
+        if len(path) > 1:
+            raise ValueError(f"--path={','.join(path)} must be one folder for --source={name}")
+        return sources.fineweb_edu(config, "".join(path), _REVISION.value, numbers)
+    raise ValueError(
+        f"--source={name!r} must be py_stdlib, text, or fineweb_edu/CONFIG such as "
+        "fineweb_edu/sample-10BT"
+    )
+
+
+def main() -> int:
+    """Prepares what the flags ask for, and says what it holds."""
+    runners.set_threads(_WORKERS.value)
+    source = _source()
+    tokenizer = tokens.get_tokenizer(_TOKENIZER.value)
+    folder = manifest_lib.folder_of(manifest_lib.root_of(""), source.name, tokenizer.name)
+    out = pathlib.Path(_OUT.value).expanduser().absolute() if _OUT.value else folder
+    runner = runners.pool(_WORKERS.value)
+    if _BEAM_RUNNER.value:
+        runner = runners.beam(_BEAM_RUNNER.value, _BEAM_OPTIONS.value)
     try:
-        manifest = json.loads(path.read_text())
-        if not isinstance(manifest, dict) or "fingerprint" not in manifest:
-            raise ValueError("it holds no fingerprint")
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); remove the folder to prepare it again"
-        ) from None
-    return manifest
-
-
-def _write_manifest(folder: pathlib.Path, counts: dict[str, tokens.Counts]) -> dict[str, Any]:
-    tokenizer = tokens.ByteTokenizer()
-    manifest = {
-        "source": "py_stdlib",
-        "revision": sources.py_stdlib_version(),
-        "tokenizer": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text,
-        "record_tokens": tokens.RECORD_TOKENS,
-        "splits": {split: dataclasses.asdict(count) for split, count in counts.items()},
-    }
-    text = json.dumps(manifest, sort_keys=True)
-    manifest["fingerprint"] = hashlib.sha256(text.encode()).hexdigest()
-    partial = folder / f"{MANIFEST}.{os.getpid()}.partial"
-    partial.write_text(json.dumps(manifest, indent=2) + "\n")
-    partial.replace(folder / MANIFEST)
-    return manifest
-
-
-def describe(manifest: dict[str, Any]) -> list[str]:
-    """One line a split: files, bytes and sha256."""
-    lines = []
-    for split, count in manifest["splits"].items():
-        lines.append(
-            f"{manifest['source']} {split}: {count['documents']:,} files "
-            f"(and {count['empty_documents']} empty), {count['bytes'] / 1e6:.2f} MB, "
-            f"sha256 {count['sha256'][:16]}…"
+        made = build.prepare(source, tokenizer, out, _MAX_TOKENS.value, runner)
+    except OSError as error:  # a full disk, a file that went away
+        raise ValueError(f"{error.filename or out}: {error.strerror or error}") from None
+    say(*manifest_lib.describe(made))
+    if made["files_read"] < made["files_listed"]:
+        say(
+            f"--max_tokens={_MAX_TOKENS.value}: {made['files_read']} of {made['files_listed']} "
+            "files were read, the last of each split in part"
         )
-    return lines
+    for split in sources.SPLITS:
+        if split not in made["splits"]:
+            say(f"there is no {split} split: no document went there")
+    size = sum(shard["size"] for shards in made["shards"].values() for shard in shards)
+    say(f"{out}: {size / 1e6:,.2f} MB of records, fingerprint {made['fingerprint'][:16]}…")
+    own = f" --config.data.dir={out}" if _OUT.value else ""
+    say(
+        f"train on it: --config.data.source={source.name} "
+        f"--config.data.tokenizer={tokenizer.name}{own}"
+    )
+    return 0
 
 
-def prepare_py_stdlib(cache: pathlib.Path) -> pathlib.Path:
-    """Prepares `py_stdlib` under `cache` unless it is there; returns its folder.
-
-    Raises:
-      ValueError: the folder cannot be written.
-    """
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"data.dir={str(cache)!r} cannot be created: {error.strerror}") from None
-    folder = cache / PyStdlib.name / PyStdlib.BUILDER_CONFIGS[0].name / _VERSION
-    if read_manifest(folder) is not None:
-        return folder
-    if not os.access(cache, os.W_OK):
-        raise ValueError(f"data.dir={str(cache)!r} is not writable")
-    print(f"preparing py_stdlib under {folder}", file=sys.stderr)
-    tfds.disable_progress_bar()
-    with tempfile.TemporaryDirectory(prefix="py_stdlib.partial.", dir=cache) as partial:
-        builder = PyStdlib(data_dir=partial, file_format="array_record")
-        with contextlib.redirect_stdout(io.StringIO()):  # it speaks of downloads; there are none
-            builder.download_and_prepare()
-        made = pathlib.Path(builder.data_path)
-        _write_manifest(made, builder.counts)
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            if folder.exists() and read_manifest(folder) is None:
-                shutil.rmtree(folder)
-            made.rename(folder)
-        except OSError as error:
-            if read_manifest(folder) is None:  # else another process was faster
-                raise ValueError(
-                    f"data.dir={str(cache)!r}: {folder} cannot be written: {error.strerror}"
-                ) from None
-    return folder
+if __name__ == "__main__":
+    command.run(main, __doc__)

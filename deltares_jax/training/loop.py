@@ -11,7 +11,7 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
 from deltares_jax import config_checks
-from deltares_jax.data import pipeline
+from deltares_jax.data import dataset, pipeline
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import report
 from deltares_jax.training import checkpoint, metrics, signals, step, summary
@@ -66,20 +66,17 @@ def _train(
     machine = programs_lib.report(config, mesh, abstract_state, shardings)
 
     # 3. Data.
-    dataset = pipeline.open_dataset(config)
-    fingerprint = dataset.manifest["fingerprint"]
-    if meta.get("data", fingerprint) != fingerprint:
-        raise ValueError(
-            f"this run cannot be resumed with other data: its fingerprint was {meta['data'][:12]}, "
-            f"that of {config.data.source} is {fingerprint[:12]} (another interpreter's library?)"
-        )
-    lines = summary.start_lines(config, folder, machine, dataset, resumed, meta, changes)
+    data = dataset.open_data(config)
+    if resumed and _other_data(config, meta, data.fingerprint):
+        changes.append(f"data: row {meta['rows_seen']} of the old → the first row of the new order")
+        meta["rows_seen"] = 0
+    lines = summary.start_lines(config, folder, machine, data, resumed, meta, changes)
     metrics.say(*lines)
     if resumed >= config.train.steps:
         metrics.say(
             f"this run is finished; to go on: --config.train.steps={2 * config.train.steps}"
         )
-        return summary.finish(config, folder, recipe, dataset)
+        return summary.finish(config, folder, recipe, data)
     request.check()
     workdir_lib.write_run_files(folder, config, devices)
     with (
@@ -100,10 +97,22 @@ def _train(
         )
 
         # 6. Steps. The device gets the next one before the numbers of the last are read.
-        run = _Run(config, folder, checkpoints, writer, programs, dataset, meta, resumed)
-        with contextlib.closing(run.progress):
+        run = _Run(config, folder, checkpoints, writer, programs, data, meta, resumed)
+        with contextlib.closing(run.progress), contextlib.closing(run.batches):
             run.steps(state, request)
-    return summary.finish(config, folder, recipe, dataset)
+    return summary.finish(config, folder, recipe, data)
+
+
+def _other_data(config: FrozenConfigDict, meta: dict[str, Any], fingerprint: str) -> bool:
+    """Whether a resumed run sees other rows than before; refuses what it may not."""
+    if meta["data"] != fingerprint and not config.data.allow_change:
+        raise ValueError(
+            f"this run cannot be resumed with other data: its fingerprint was {meta['data'][:12]}, "
+            f"that of {config.data.mixture or config.data.source} is {fingerprint[:12]} (prepared "
+            "anew, or another interpreter's library?); data.allow_change=True begins it anew"
+        )
+    before = (meta["data"], meta["config"]["data"]["seq_len"], meta["config"]["train"]["seed"])
+    return before != (fingerprint, config.data.seq_len, config.train.seed)
 
 
 class _Run:
@@ -116,17 +125,22 @@ class _Run:
         checkpoints: checkpoint.Checkpointer,
         writer: metrics.Writer,
         programs: programs_lib.Programs,
-        dataset: pipeline.Dataset,
+        data: dataset.Data,
         meta: dict[str, Any],
         first: int,
     ):
         self.config, self.folder, self.checkpoints = config, folder, checkpoints
-        self.writer, self.programs, self.dataset = writer, programs, dataset
+        self.writer, self.programs, self.data = writer, programs, data
         self.rows_seen, self.tokens_seen = meta["rows_seen"], meta["tokens_seen"]
         self.first, self.saved = first, first if first else None
         self.clock = metrics.Clock()
         self.earlier_seconds = meta["seconds"]
         self.progress = metrics.Progress(first, config.train.steps)
+        place = (jax.process_index(), jax.process_count())
+        size, workers = config.train.batch_size, config.data.workers
+        self.batches = pipeline.train_batches(
+            data.rows, data.order, size, self.rows_seen, *place, workers
+        )
         self.unread: tuple[int, Any] | None = None
         self.last_read = 0.0
 
@@ -134,19 +148,20 @@ class _Run:
         """Runs from the first to the last step; evaluates, saves and stops on request between."""
         cfg = self.config
         batch_size = cfg.train.batch_size
-        rows = self.dataset.rows["train"]
-        batches = pipeline.train_batches(rows, cfg.train.seed, batch_size, self.rows_seen)
+        last_of_data = self.first + self.data.steps_left(self.rows_seen, batch_size)
         profile = config_checks.parse_profile_steps(cfg.train.profile_steps, cfg.train.steps)
         if profile and profile[1] <= self.first:
             self.progress.note(f"no profile: steps {cfg.train.profile_steps} were made before")
         request.check()
         for number in range(self.first + 1, cfg.train.steps + 1):
+            if number > last_of_data:
+                self.end_of_data(state, number - 1)
             self.clock.start()
             if profile and number == max(profile[0], self.first + 1) <= profile[1]:
                 jax.profiler.start_trace(str(self.folder / "profile"))
-            batch = self.programs.put(next(batches))
+            batch = self.programs.put(next(self.batches))
             state, numbers = self.programs.train(state, batch)
-            self.rows_seen += batch_size
+            self.move_on(number)
             self.read()
             self.unread = (number, numbers)
             if profile and number == profile[1]:
@@ -158,7 +173,7 @@ class _Run:
             if last or stop or due or (cfg.eval.every and number % cfg.eval.every == 0):
                 self.read()
                 self.clock.pause()
-                if cfg.eval.every and (last or number % cfg.eval.every == 0):
+                if self.data.eval_sets and (last or number % cfg.eval.every == 0):
                     self.evaluate(state, number)
                 if last or stop or due:
                     self.save(state, number)
@@ -170,6 +185,35 @@ class _Run:
                     signals.SAVED,
                 )
         self.checkpoints.wait()
+
+    def move_on(self, number: int) -> None:
+        """Moves the position past the batch of a step; says where a new epoch begins."""
+        before = self.data.epochs(self.rows_seen)
+        self.rows_seen += self.config.train.batch_size
+        for name, (epoch, _, _) in self.data.epochs(self.rows_seen).items():
+            if epoch > before[name][0] and self.config.data.repeat:
+                self.progress.note(
+                    f"step {number}: epoch {epoch} of {name} is complete; its rows come again, in "
+                    "a new order"
+                )
+
+    def end_of_data(self, state: step.TrainState, number: int) -> None:
+        """Ends the run where the data does, at the same step on every process."""
+        self.read()
+        self.clock.pause()
+        saved = "nothing to save"
+        if number > 0:
+            if self.saved != number:
+                self.save(state, number)
+            self.checkpoints.wait()
+            saved = f"step {number} is saved"
+        left = len(self.data.order) - self.rows_seen
+        raise signals.Stop(
+            f"the data ended after step {number} of {self.config.train.steps}: {left} rows are "
+            f"left, a batch needs {self.config.train.batch_size}; {saved}. To go on: "
+            "data.repeat=True, or fewer train.steps",
+            signals.DATA_ENDED,
+        )
 
     def read(self) -> None:
         """Reads and writes the numbers of the step before; stops if they are not finite."""
@@ -198,16 +242,25 @@ class _Run:
     def evaluate(self, state: step.TrainState, number: int) -> None:
         """Held-out loss: sum of losses over count of targets, on the same rows each time."""
         cfg = self.config.eval
-        rows = self.dataset.rows["validation"]
-        sums = [
-            self.programs.evaluate(state.params, self.programs.put(batch))
-            for batch in pipeline.eval_batches(rows, min(cfg.rows, len(rows)), cfg.batch_size)
-        ]
-        loss, tokens = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
-        mean = float(loss / tokens)
-        row = {"eval_loss": mean, "eval_perplexity": float(np.exp(mean)), "eval_tokens": tokens}
+        place = (jax.process_index(), jax.process_count())
+        row: dict[str, float] = {}
+        for name, rows in self.data.eval_sets.items():
+            count = min(cfg.rows, len(rows))
+            sums = [
+                self.programs.evaluate(state.params, self.programs.put(batch))
+                for batch in pipeline.eval_batches(rows, count, cfg.batch_size, *place)
+            ]
+            loss, tokens = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
+            mean = float(loss / tokens)
+            suffix = f"/{name}" if row else ""  # the first set drives what follows the loss
+            row[f"eval_loss{suffix}"] = mean
+            row[f"eval_perplexity{suffix}"] = float(np.exp(mean))
+            row[f"eval_tokens{suffix}"] = tokens
+            of = f" of {name}" if len(self.data.eval_sets) > 1 else ""
+            self.progress.note(
+                f"step {number}: held-out loss{of} {mean:.4f} on {int(tokens):,} tokens"
+            )
         self.writer.write(number, row)
-        self.progress.note(f"step {number}: held-out loss {mean:.4f} on {int(tokens):,} tokens")
 
     def save(self, state: step.TrainState, number: int) -> None:
         """Starts a save in the background."""
@@ -215,7 +268,7 @@ class _Run:
             "rows_seen": self.rows_seen,
             "tokens_seen": self.tokens_seen,
             "seconds": self.earlier_seconds + self.clock.read(),
-            "data": self.dataset.manifest["fingerprint"],
+            "data": self.data.fingerprint,
             "config": self.config.to_dict(),
         }
         self.checkpoints.save(number, state, meta)

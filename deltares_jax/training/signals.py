@@ -9,6 +9,7 @@ from typing import Any
 SAVED = 143
 NOT_SAVED = 144
 NON_FINITE = 4
+DATA_ENDED = 5
 CANNOT_SAVE = 6
 
 

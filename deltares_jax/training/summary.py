@@ -8,7 +8,8 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
 from deltares_jax.analysis import plots
-from deltares_jax.data import ngram, pipeline, prepare
+from deltares_jax.data import ngram, pipeline
+from deltares_jax.data.dataset import Data
 from deltares_jax.models import sizes
 from deltares_jax.training import metrics, optim
 from deltares_jax.training import workdir as workdir_lib
@@ -20,7 +21,7 @@ def start_lines(
     config: FrozenConfigDict,
     folder: pathlib.Path,
     machine: list[str],
-    dataset: pipeline.Dataset,
+    data: Data,
     resumed: int,
     meta: dict[str, Any],
     changes: list[str],
@@ -31,7 +32,7 @@ def start_lines(
       config: the resolved config.
       folder: of the run.
       machine: lines on the devices and what they hold.
-      dataset: the data.
+      data: what it reads.
       resumed: the step that the run goes on from; 0 for a fresh start.
       meta: what the checkpoint says of itself.
       changes: lines on what the resumed run changes.
@@ -46,10 +47,19 @@ def start_lines(
         rates = [float(optim.schedule(c)(resumed + 1)) for c in (old, config)]
         lines.append(f"learning rate of the next step: {rates[0]:.3e} → {rates[1]:.3e}")
     lines += machine
-    lines += prepare.describe(dataset.manifest)
-    held_out = len(dataset.rows["validation"])
-    if config.eval.every and config.eval.rows > held_out:
-        lines.append(f"eval.rows={config.eval.rows}: the split has {held_out}, all are used")
+    lines += data.describe(meta["rows_seen"])
+    if config.data.mixture:
+        lines.append("data.source has no effect beside data.mixture")
+    if not config.data.document_masking:
+        lines.append("data.document_masking=False: tokens see the documents before theirs in a row")
+    if config.eval.every and not data.eval_sets:
+        lines.append(
+            f"warning: eval.every={config.eval.every}, but the data have no held-out text (split "
+            "validation): there is no evaluation; eval.sets may name other data"
+        )
+    for name, rows in data.eval_sets.items():
+        if config.eval.rows > len(rows):
+            lines.append(f"eval.rows={config.eval.rows}: {name} has {len(rows)}, all are used")
     counts = sizes.parameter_counts(config.model)
     lines.append(
         f"{config.model.residual.variant}: {metrics.human_count(sum(counts.values()))} parameters, "
@@ -64,18 +74,16 @@ def start_lines(
     return lines
 
 
-def bigram_loss(config: FrozenConfigDict, dataset: pipeline.Dataset) -> float | None:
-    """Loss of the train split's add-one bigram table on the held-out rows of the run.
+def bigram_loss(config: FrozenConfigDict, data: Data) -> float | None:
+    """Loss of the train split's add-one bigram table on the first evaluation set of the run.
 
-    None where the vocabulary is too large for a table.
+    None where the vocabulary or the text is too large for a table, or the text is a mixture.
     """
-    manifest = dataset.manifest
-    if manifest["vocab_size"] > ngram.MAX_VOCAB:
+    (part, *others), (rows, *_) = data.parts.values(), data.eval_sets.values()
+    vocab_size, stream = part.manifest["vocab_size"], part.streams["train"]
+    if others or vocab_size > ngram.MAX_VOCAB or len(stream) > ngram.MAX_TOKENS:
         return None
-    counts = ngram.bigram_counts(
-        dataset.streams["train"], manifest["vocab_size"], manifest["end_of_text"]
-    )
-    rows = dataset.rows["validation"]
+    counts = ngram.bigram_counts(stream, vocab_size, part.manifest["end_of_text"])
     count = min(config.eval.rows, len(rows))
     return ngram.bigram_loss(counts, pipeline.eval_batches(rows, count, config.eval.batch_size))
 
@@ -84,7 +92,7 @@ def finish(
     config: FrozenConfigDict,
     folder: pathlib.Path,
     recipe: str,
-    dataset: pipeline.Dataset,
+    data: Data,
 ) -> dict[str, Any]:
     """Draws the loss curve, prints the summary and returns its numbers."""
     train, held_out = metrics.read_rows(folder)
@@ -106,13 +114,13 @@ def finish(
     bigram = None
     if held_out:
         result["eval_loss"] = held_out[max(held_out)]["eval_loss"]
-        bigram = bigram_loss(config, dataset)
+        bigram = bigram_loss(config, data) if data.eval_sets else None
         text = f"held-out loss: {result['eval_loss']:.4f} nats per token at step {max(held_out)}"
         if bigram is not None:
             result["bigram_loss"] = bigram
             text += f"; an add-one bigram table of the train split has {bigram:.4f}"
         lines.append(text)
-    title = f"{config.model.residual.variant} on {config.data.source}"
+    title = f"{config.model.residual.variant} on {', '.join(data.parts)}"
     plots.loss_curve(train, held_out, folder / PICTURE, title, bigram)
     lines.append(f"curve: {workdir_lib.shown(folder / PICTURE)}")
     other = "baseline" if config.model.residual.variant != "baseline" else "delta_block"

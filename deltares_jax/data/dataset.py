@@ -1,0 +1,192 @@
+"""The data of a run: what `config.data` and `config.eval.sets` name, opened and checked."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import pathlib
+from typing import Any
+
+from ml_collections.config_dict.config_dict import FrozenConfigDict
+
+from deltares_jax.data import build, manifest, names, pipeline, sources, tokens
+from deltares_jax.data.rows import Rows, TokenStream
+
+
+class Dataset:
+    """A prepared data set: its manifest, token streams and rows per split.
+
+    Raises:
+      ValueError: the folder holds none, or it is damaged.
+    """
+
+    def __init__(self, folder: pathlib.Path, seq_len: int, document_masking: bool = True):
+        made = manifest.read(folder)
+        if made is None:
+            raise ValueError(
+                f"{folder} holds no prepared data set ({manifest.MANIFEST} is missing)"
+            )
+        self.folder = folder
+        self.manifest: dict[str, Any] = made
+        self.streams = {split: TokenStream(folder, split, made) for split in made["splits"]}
+        self.rows = {
+            split: Rows(stream, seq_len, made["end_of_text"], document_masking)
+            for split, stream in self.streams.items()
+        }
+
+    def split_rows(self, split: str) -> Rows:
+        """The rows of a split.
+
+        Raises:
+          ValueError: it has none.
+        """
+        if split not in self.rows or not len(self.rows[split]):
+            raise ValueError(f"{self.folder}: there is no text in split {split}")
+        return self.rows[split]
+
+
+@dataclasses.dataclass
+class Data:
+    """What a run reads.
+
+    Attributes:
+      parts: the data sets that it trains on, by the names that the config gives.
+      weights: their shares of the rows.
+      eval_sets: rows by name; the first drives what follows the held-out loss.
+      seed: of the order of the rows.
+      repeat: whether a source begins anew when it is used up.
+    """
+
+    parts: dict[str, Dataset]
+    weights: list[float]
+    eval_sets: dict[str, Rows]
+    seed: int
+    repeat: bool
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens and their mixture."""
+        prints = [part.manifest["fingerprint"] for part in self.parts.values()]
+        if len(prints) == 1:
+            return prints[0]
+        whole = pipeline.whole_weights(self.weights)
+        return hashlib.sha256(json.dumps([prints, whole]).encode()).hexdigest()
+
+    @property
+    def rows(self) -> list[Rows]:
+        """The training rows of each source."""
+        return [part.split_rows("train") for part in self.parts.values()]
+
+    @functools.cached_property
+    def order(self) -> pipeline.Order:
+        """In which order they come."""
+        return pipeline.Order(list(map(len, self.rows)), self.weights, self.seed, self.repeat)
+
+    def share(self, name: str) -> float:
+        """The share of a source in the rows."""
+        return dict(zip(self.parts, self.weights, strict=True))[name] / sum(self.weights)
+
+    def epochs(self, rows_seen: int) -> dict[str, tuple[int, int, int]]:
+        """By source: completed epochs, rows of the next one that were seen, rows in all."""
+        return {
+            name: (*divmod(seen, len(rows)), len(rows))
+            for name, seen, rows in zip(
+                self.parts, self.order.seen(rows_seen), self.rows, strict=True
+            )
+        }
+
+    def steps_left(self, rows_seen: int, batch_size: int) -> float:
+        """Whole batches before the data ends; infinite where it repeats."""
+        if self.repeat:
+            return math.inf
+        return max(0, (len(self.order) - rows_seen) // batch_size)
+
+    def describe(self, rows_seen: int) -> list[str]:
+        """What start-up says of the data."""
+        lines = [line for part in self.parts.values() for line in manifest.describe(part.manifest)]
+        for name, (epoch, seen, size) in self.epochs(rows_seen).items():
+            share = f", {self.share(name):.2%} of the rows" if len(self.parts) > 1 else ""
+            lines.append(
+                f"{name}: next is row {seen + 1:,} of {size:,} in epoch {epoch + 1}{share}"
+            )
+        return lines
+
+
+def open_data(config: FrozenConfigDict) -> Data:
+    """The data that a config names; `py_stdlib` as bytes is prepared first if need be.
+
+    Raises:
+      ValueError: something is not prepared or damaged, or its vocabulary is larger than the
+        model's.
+    """
+    data = config.data
+    named = names.parse_mixture(data.mixture) or {data.source: 1.0}
+    parts = {name: _open(config, name) for name in named}
+    opened = Data(parts, list(named.values()), {}, config.train.seed, data.repeat)
+    for part in parts.values():
+        part.split_rows("train")
+    if config.eval.every:
+        opened.eval_sets = _eval_sets(config, parts)
+    return opened
+
+
+def _eval_sets(config: FrozenConfigDict, parts: dict[str, Dataset]) -> dict[str, Rows]:
+    named = names.parse_sets(config.eval.sets)
+    if not named:
+        held_out = {name: part.rows.get("validation") for name, part in parts.items()}
+        return {name: rows for name, rows in held_out.items() if rows}
+    return {name: _open(config, at).split_rows(split) for name, (at, split) in named.items()}
+
+
+def _open(config: FrozenConfigDict, name: str) -> Dataset:
+    """The data set of a source's name, or in a folder."""
+    data = config.data
+    root = manifest.root_of(data.dir)
+    folder = pathlib.Path(name).expanduser().absolute()
+    if (folder / manifest.MANIFEST).is_file():
+        source = ""  # whatever it is
+    elif (root / manifest.MANIFEST).is_file():
+        folder, source = root, name
+    else:
+        folder, source = manifest.folder_of(root, name, data.tokenizer), name
+        _prepare_or_refuse(root, folder, name, data.tokenizer)
+    dataset = Dataset(folder, data.seq_len, data.document_masking)
+    made = dataset.manifest
+    if source and made["source"] != source:
+        raise ValueError(
+            f"data.source={source!r}, but {folder} holds {made['source']!r}; set one to the other"
+        )
+    moved = pathlib.Path(data.tokenizer).expanduser().exists() and (
+        tokens.get_tokenizer(data.tokenizer).sha256 == made["tokenizer_sha256"]
+    )
+    if made["tokenizer"] != data.tokenizer and not moved:
+        raise ValueError(
+            f"data.tokenizer={data.tokenizer!r}, but {folder} was prepared with "
+            f"{made['tokenizer']!r}; set one to the other"
+        )
+    if made["vocab_size"] > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} must be at least {made['vocab_size']}, "
+            f"the vocabulary of data.tokenizer={data.tokenizer!r}"
+        )
+    return dataset
+
+
+def _prepare_or_refuse(
+    root: pathlib.Path, folder: pathlib.Path, source: str, tokenizer: str
+) -> None:
+    if manifest.read(folder) is not None:
+        return
+    if source == "py_stdlib" and tokenizer == tokens.BYTE:
+        try:
+            build.prepare(sources.py_stdlib(), tokens.ByteTokenizer(), folder)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"data.dir={str(root)!r}: {error}") from None
+        return
+    where = " --path=YOUR_FILES" if source == "text" else ""
+    raise ValueError(
+        f"data.source={source!r} with data.tokenizer={tokenizer!r} is not prepared under {folder}; "
+        f"prepare it by: python -m deltares_jax.data.prepare --source={source} "
+        f"--tokenizer={tokenizer}{where}; to train at once use --config=configs/debug.py"
+    )

@@ -1,0 +1,146 @@
+"""Rows of a prepared data set, by number: token streams cut in inputs and targets.
+
+A row is T+1 tokens with stride T: T inputs and T targets, so every token but the stream's first is
+a target exactly once.
+
+T sequence.
+"""
+
+import pathlib
+import resource
+from typing import Any
+
+import numpy as np
+from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+from deltares_jax.data.tokens import id_dtype
+
+Batch = dict[str, np.ndarray]
+_NONE = np.zeros(0, np.int64)
+_FEW_FILES = 100  # which the usual limit of 1024 leaves room for
+
+
+class TokenStream:
+    """The tokens of one split, addressed by position through all shards.
+
+    Raises:
+      ValueError: a shard is missing, has another length than the manifest says, or cannot be read.
+    """
+
+    def __init__(self, folder: pathlib.Path, split: str, manifest: dict[str, Any]):
+        self._folder, self._split = folder, split
+        self._record_tokens, self._vocab_size = manifest["record_tokens"], manifest["vocab_size"]
+        shards = manifest["shards"][split]
+        for shard in shards:
+            path = folder / shard["file"]
+            size = path.stat().st_size if path.exists() else 0
+            if size != shard["size"]:
+                raise self._damaged(f"{path} has {size} of {shard['size']} bytes")
+        # Where each shard begins, in tokens of the stream and in records of the split.
+        self._starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+        self._first_record = np.cumsum([0, *(shard["records"] for shard in shards)])
+        self._dtype = id_dtype(self._vocab_size)
+        _allow_files(len(shards))
+        try:
+            self._records = ArrayRecordDataSource([str(folder / s["file"]) for s in shards])
+            known = len(self._records)
+        except Exception as error:  # of array_record
+            raise self._damaged(_one_line(error)) from error
+        if known != self._first_record[-1]:
+            raise self._damaged(f"{known} of {self._first_record[-1]} records are there")
+        _ = self[len(self) - 1 : len(self)]  # the last record is there
+
+    def _damaged(self, reason: str) -> ValueError:
+        return ValueError(
+            f"{self._folder}: split {self._split} is damaged ({reason}); give the prepare command "
+            "again to repair it"
+        )
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """Tokens [start, stop), clipped at the end of the text."""
+        start, stop = span.start, min(span.stop, len(self))
+        parts = []
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            begin, end = int(self._starts[shard]), min(int(self._starts[shard + 1]), stop)
+            parts.append(self._of_shard(shard, start - begin, end - begin))
+            start, shard = end, shard + 1
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if tokens.max() >= self._vocab_size:
+            raise self._damaged(f"token {tokens.max()} in a vocabulary of {self._vocab_size}")
+        return tokens
+
+    def _of_shard(self, shard: int, start: int, stop: int) -> np.ndarray:
+        size, base = self._record_tokens, int(self._first_record[shard])
+        first, last = start // size, (stop - 1) // size
+        try:
+            # One by one: the interface for many starts threads.
+            parts = [self._decoded(self._records[base + i]) for i in range(first, last + 1)]
+        except Exception as error:  # of array_record
+            raise self._damaged(f"shard {shard}: {_one_line(error)}") from error
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return tokens[start - first * size : stop - first * size]
+
+    def _decoded(self, example: bytes) -> np.ndarray:
+        """The tokens of a record: a TFDS example of one feature ends in its bytes.
+
+        The parsers of protobuf and TFDS take longer than all else that a row needs.
+        """
+        size = self._record_tokens * np.dtype(self._dtype).itemsize
+        return np.frombuffer(example, self._dtype, offset=len(example) - size)
+
+
+def _allow_files(count: int) -> None:
+    """Raises this process's limit of open files: each shard that was read keeps one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + count if count > _FEW_FILES else soft
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ValueError(f"{count} shards need {wanted} open files, {hard} are allowed: ulimit -n")
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+class Rows:
+    """Rows of T inputs and T targets over a stream of tokens, by number.
+
+    Each is a dict of int32 `inputs`, `targets`, `positions`, `segments` and float32 `weights`, all
+    [T]. The padding of the last row is a segment of its own with weight 0. With `document_masking`
+    each document is a segment, positions restart with it (and at the row's start), and a target
+    that begins a document has weight 0; without, the text of a row is one segment.
+    """
+
+    def __init__(self, stream: Any, seq_len: int, end_of_text: int, document_masking: bool = True):
+        self._stream, self._T, self._end_of_text = stream, seq_len, end_of_text
+        self._masking = document_masking
+        self._index = np.arange(seq_len, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return -(-(len(self._stream) - 1) // self._T)
+
+    def __getitem__(self, row: int) -> Batch:
+        T = self._T
+        chunk = self._stream[row * T : row * T + T + 1].astype(np.int32)
+        real = chunk.size - 1
+        if real < T:
+            chunk = np.pad(chunk, (0, T - real), constant_values=self._end_of_text)
+        inputs, targets = chunk[:-1], chunk[1:]
+        ends = np.flatnonzero(inputs[:real] == self._end_of_text) if self._masking else _NONE
+        begins = np.concatenate([[0], ends[ends + 1 < real] + 1, [real] if real < T else _NONE])
+        lengths = np.append(begins[1:], T) - begins
+        weights = np.ones(T, np.float32)
+        weights[ends] = 0
+        weights[real:] = 0
+        return {
+            "inputs": inputs,
+            "targets": targets,
+            "positions": self._index - np.repeat(begins.astype(np.int32), lengths),
+            "segments": np.repeat(np.arange(1, len(begins) + 1, dtype=np.int32), lengths),
+            "weights": weights,
+        }
