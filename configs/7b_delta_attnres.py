@@ -1,5 +1,7 @@
-"""Delta AttnRes, 7.6B parameters.
+r"""Delta AttnRes, 7.6B parameters.
 
+    python -m deltares_jax.data.prepare --source=fineweb_edu/sample-10BT \
+        --tokenizer=Qwen/Qwen3-0.6B --max_tokens=1400000000
     python -m deltares_jax.train --config=configs/7b_delta_attnres.py
 
 Hardware: 64 accelerators (the batch is 64 sequences, so 64 data-parallel devices at most).

@@ -231,8 +231,16 @@ def test_value_out_of_range_is_refused(key, value, rule):
             ["model.norm_eps=0", "model.residual.null_source=True"],
         ),
         (
-            {"model.residual.kernel": "batched", "model.residual.variant": "delta_attnres"},
-            ["model.residual.kernel=batched", "delta_attnres", "delta_block, attnres_block"],
+            {"model.residual.kernel": "batched", "model.residual.variant": "baseline"},
+            ["model.residual.kernel=batched", "baseline", "delta_attnres", "attnres_block"],
+        ),
+        (
+            {"model.residual.kernel": "pallas"},
+            ["model.residual.kernel=pallas", "delta_block", "delta_attnres, attnres_full"],
+        ),
+        (
+            {"model.residual.variant": "delta_attnres", "model.remat": "offload"},
+            ["model.remat=offload", "delta_attnres", "model.remat=full"],
         ),
         (
             {"model.scan": "boundaries"},

@@ -199,6 +199,15 @@ def test_attention_kernels_have_a_price_and_others_are_named():
     assert cost.unpriced_cycles == 3 * 2048
 
 
+def test_a_kernel_that_states_its_bytes_costs_these():
+    stated = 'backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"9",'
+    stated += '"transcendentals":"0","bytes_accessed":"1000","remote_bytes_transferred":"0"}}}'
+    line = 'custom-call(%a, %a), custom_call_target="tpu_custom_call"'
+    cost = hlo_cost.program_cost(program(KERNELS.replace(line, f"{line}, {stated}")), CHIP, LINKS)
+    assert cost.unpriced_kernels == set()
+    assert cost.unpriced_cycles == 1000
+
+
 def test_two_devices_of_a_chip_share_its_links_and_memory():
     shared = dataclasses.replace(CHIP, devices=2)
     text = program(ASYNC.replace("CYCLES", "1"))
