@@ -152,8 +152,8 @@ def test_kernels_are_chosen_where_they_can_run():
         return routing_kernels.choose(model("delta_attnres", 2, **changes), platform, tokens)
 
     assert chosen("tpu", 256) == "pallas"
-    assert chosen("tpu", 64) == chosen("cpu", 256) == chosen("gpu", 256) == "batched"
-    assert chosen("tpu", 256, kernel="direct") == "direct"
+    assert chosen("tpu", 64) == chosen("cpu", 256) == chosen("gpu", 256) == "direct"
+    assert chosen("tpu", 256, kernel="batched") == "batched"
     assert routing_kernels.choose(model("delta_block", 2), "tpu", 256) == "batched"
     assert routing_kernels.choose(model("baseline", 2), "tpu", 256) == "auto"
     for platform, tokens, changes, reason in (

@@ -39,8 +39,8 @@ INTERPRET = False  # runs the kernels as plain XLA, where there is no TPU
 def choose(model: Any, platform: str, row_tokens: int) -> str:
     """What `model.residual.kernel` means on a platform, on rows of so many tokens a device.
 
-    `auto` is these kernels on TPU where sources grow with every sublayer and the shape allows it,
-    else `batched` where there is routing.
+    Where sources grow with every sublayer `auto` is these kernels on TPU if the shape allows it,
+    else `direct`, whose memory grows linearly with depth; with blocks it is `batched`.
 
     Raises:
       ValueError: they are asked for, and cannot run there or on that shape.
@@ -59,7 +59,9 @@ def choose(model: Any, platform: str, row_tokens: int) -> str:
         reason = f"{row_tokens} tokens of a row on a device, it needs a multiple of {_LANES}"
     if name == "pallas" and reason:
         raise ValueError(f"model.residual.kernel=pallas does not go with {reason}")
-    return "batched" if reason or grows == "block" else "pallas"
+    if grows == "block":
+        return "batched"
+    return "direct" if reason else "pallas"
 
 
 def read(

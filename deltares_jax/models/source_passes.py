@@ -1,7 +1,8 @@
 """Passes over the buffer of sources: logits, sums for the readers of a layer, gradients of sources.
 
 By `model.residual.kernel` the logits of a reader are computed where it reads (`direct`, and inside
-the kernel of `pallas`), or those of all readers when a source is born, in a table (`batched`).
+the kernel of `pallas`), or those of all readers when a source is born (`batched`), in a table that
+grows with the square of the depth.
 
 B batch, T sequence, D width, S slots, R readers.
 """
@@ -41,8 +42,17 @@ class Passes:
         self.eps: float = config.norm_eps
         self.centered: bool = config.residual.centered
         self.wide = statistics_dtype(config.dtype)
-        self.has_table = config.residual.kernel in ("auto", "batched")
+        self.has_table = config.residual.kernel == "batched"
         self.ops: Any = routing_kernels if config.residual.kernel == "pallas" else routing_ops
+
+    def empty_buffer(self, embedding_BTD: jax.Array) -> jax.Array:
+        """The buffer [S, B, T, D] with the embedding in its first slot."""
+        shape = (1 + len(self.view.end_R), *embedding_BTD.shape)
+        # Other passes read all slots, and give those that are not there a weight of 0.
+        make = lax.empty if self.ops is routing_kernels else jnp.zeros
+        return lax.dynamic_update_index_in_dim(
+            make(shape, embedding_BTD.dtype), embedding_BTD, 0, 0
+        )
 
     def empty_table(self, buffer: jax.Array) -> Any:
         """Where the logits of all readers on all slots go, [S, R, B, T]; None if not wanted."""
@@ -133,4 +143,5 @@ class Passes:
         d_readers = back.d_readers._replace(
             query_RD=back.d_readers.query_RD + d_query, gain_RD=back.d_readers.gain_RD + d_gain
         )
-        return d_values, back._replace(d_readers=d_readers)
+        # Added up here and now: their parts would be kept until they are read.
+        return lax.optimization_barrier(d_values), back._replace(d_readers=d_readers)

@@ -108,9 +108,8 @@ class _Depth:
         self, sublayers: Params, readers: Readers, embedding_BTD: jax.Array, context: Context
     ) -> tuple[jax.Array, Any]:
         """The input of the final norm, and what the backward pass reads."""
-        L, R = self.config.num_layers, len(self.view.end_R)
-        buffer = jnp.zeros((1 + R, *embedding_BTD.shape), embedding_BTD.dtype)
-        buffer = _pin(buffer.at[0].set(embedding_BTD))
+        L = self.config.num_layers
+        buffer = _pin(self.passes.empty_buffer(embedding_BTD))
         table = self.passes.append(self.passes.empty_table(buffer), embedding_BTD[None], readers, 0)
         stream = None if self.row.stream == "discard" else embedding_BTD
 
@@ -153,7 +152,7 @@ class _Depth:
         L = self.config.num_layers
         table = self.passes.table_of(buffer, readers)
         stream = jnp.sum(buffer[: 1 + 2 * L].astype(self.wide), axis=0) if self.summed else None
-        d_stream = None if self.row.stream == "discard" else d_out_BTD.astype(self.wide)
+        d_stream = None if self.row.stream == "discard" else d_out_BTD
         back = Back(jnp.zeros_like(stats.top_RBT), jax.tree.map(jnp.zeros_like, readers))
         if self.row.final_read:
             mix = reader_rule.mix_of(self.passes.last_part(buffer, table, readers), 1)
@@ -179,7 +178,8 @@ class _Depth:
                 x, pull_read, own = self._read_again(
                     number, parts[k], readers.at(number, 1), made, streams[k], top
                 )
-                d_y = d_values[k] if d_stream is None else d_values[k] + d_stream
+                d_y = d_values[k].astype(self.wide)
+                d_y = d_y if d_stream is None else d_y + d_stream
                 pull = self._derivative(kind, params, x, context, kept[k])
                 d_own, d_x = pull(d_y.astype(self.config.dtype))
                 (d_sum, d_mixes[k]), d_reader, d_made, d_read = pull_read(d_x)
@@ -187,10 +187,11 @@ class _Depth:
                 if d_stream is not None:
                     d_stream = (d_stream if self.row.appends == "output" else d_y) + d_read
                 if made:
-                    d_values[0] = d_values[0] + d_made[0]
+                    d_values[0] = d_values[0].astype(self.wide) + d_made[0]
                 back = back.add(number, d_reader, -own.sum_RBT * d_sum)
             buffer, d_mixes = lax.optimization_barrier((buffer, d_mixes))
             buffer = _put(buffer, d_mixes, slot)
+            d_stream = None if d_stream is None else d_stream.astype(self.config.dtype)
             return (buffer, stream, d_stream, back), d_params
 
         carry = (buffer, stream, d_stream, back)
