@@ -169,14 +169,14 @@ class _Depth:
             values = lax.dynamic_slice_in_dim(buffer, slot, 2)
             d_values, back = self.passes.gather(buffer, values, slot, readers, stats, back)
             parts = self.passes.parts(buffer, table, readers, layer)
-            streams, stream = self._streams(buffer, values, slot, stream)
             d_params: Params = {}
             d_mixes: list[Any] = [None, None]
             for k in (1, 0):
                 kind, number = variants.SUBLAYERS[k], 2 * layer + k
                 made, top = [v.astype(self.wide) for v in values[:k]], stats.top_RBT[number]
+                before, stream = self._stream_before(k, buffer, values, slot, stream)
                 x, pull_read, own = self._read_again(
-                    number, parts[k], readers.at(number, 1), made, streams[k], top
+                    number, parts[k], readers.at(number, 1), made, before, top
                 )
                 d_y = d_values[k].astype(self.wide)
                 d_y = d_y if d_stream is None else d_y + d_stream
@@ -266,16 +266,14 @@ class _Depth:
             return jax.vjp(lambda p, x: apply_sublayer(self.config, p, kind, x, context), *args)[1]
         return kept_lib.load(kept, args, context)
 
-    def _streams(self, buffer: Any, values: Any, slot: Any, stream: Any) -> tuple[list[Any], Any]:
-        """The streams at the two sublayers of a layer, and the sum at its start."""
+    def _stream_before(self, k: int, buffer: Any, values: Any, slot: Any, after: Any) -> Any:
+        """The stream at a sublayer, and as a sum in float32 from the one after it."""
         if self.row.stream == "discard":
-            return [None, None], None
-        if not self.summed:
-            before = lax.dynamic_index_in_dim(buffer, slot - 1, 0, keepdims=False)
-            return [before, values[0].astype(before.dtype)], None
-        between = stream - values[1].astype(stream.dtype)
-        stream = between - values[0].astype(stream.dtype)
-        return [stream.astype(buffer.dtype), between.astype(buffer.dtype)], stream
+            return None, None
+        if self.summed:
+            before = after - values[k].astype(after.dtype)
+            return before.astype(buffer.dtype), before
+        return lax.dynamic_index_in_dim(buffer, slot - 1 + k, 0, keepdims=False), None
 
 
 def _own(params: Params, kind: str) -> Params:
