@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections.config_dict.config_dict import FrozenConfigDict
+from test_parallel import make_mesh
 
 from deltares_jax import config as config_lib
 from deltares_jax.models import routing_kernels, routing_ops, transformer, variants
+from deltares_jax.parallel import sharding
 
 PER_SUBLAYER = [name for name, row in variants.VARIANTS.items() if row.grows == "sublayer"]
 per_sublayer = pytest.mark.parametrize("name", PER_SUBLAYER)
@@ -145,6 +148,32 @@ def test_kernels_have_the_gradient_of_the_plain_loop(interpreted, name, options)
     expected = flat_gradient(plain, params, inputs)
     found = flat_gradient(kernels, params, inputs)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.max(np.abs(expected)))
+
+
+def test_kernels_on_a_mesh_have_the_values_of_one_device(interpreted):
+    S, B, T, D, R = 5, 4, 256, 32, 2
+    buffer_SBTD, direction_RD = normal(0, S, B, T, D), normal(1, R, D)
+    factors_RSBT, others_RBTD = normal(2, R, S, B, T), normal(3, R, B, T, D)
+
+    @jax.jit
+    def both(buffer_SBTD, factors_RSBT, others_RBTD):
+        ends = jnp.array([3, 4])
+        read = routing_kernels.read(buffer_SBTD, direction_RD, (1, 4), ends, 1e-6, True)
+        back = routing_kernels.mix_and_dot(buffer_SBTD, factors_RSBT, others_RBTD, (0, S))
+        return read, back
+
+    arrays = (buffer_SBTD, factors_RSBT, others_RBTD)
+    expected = both(*arrays)
+    mesh = make_mesh({"fsdp": 2, "tensor": 2})
+    with sharding.activate(mesh):
+        cut = ((None, "fsdp", "tensor"), (None, None, "fsdp", "tensor"), (None, "fsdp", "tensor"))
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+            for x, axes in zip(arrays, cut, strict=True)
+        ]
+        found = both(*placed)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
 def test_kernels_are_chosen_where_they_can_run():
