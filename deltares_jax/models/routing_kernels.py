@@ -21,16 +21,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from deltares_jax.models import variants
+from deltares_jax.models import kernel_bodies, variants
+from deltares_jax.models.kernel_bodies import ROWS, SLOTS
 
 _LANES = 128
-_ROWS = 16  # of the width that stay in registers; bfloat16 is packed by 16
 _TILE_BYTES = 3 << 18  # of a slot's part in fast memory
-_SLOTS = 4  # of one grid step
 _FAST_MEMORY = 24 << 20
 
 INTERPRET = False  # runs the kernels as plain XLA, where there is no TPU
@@ -51,10 +49,12 @@ def choose(model: Any, platform: str, row_tokens: int) -> str:
     reason = ""
     if platform != "tpu":
         reason = f"platform {platform}, it needs tpu"
+    elif model.scan == "blocks":
+        reason = "model.scan=blocks, it needs unrolled"
     elif model.dtype == "float64":
         reason = "model.dtype=float64, it needs bfloat16 or float32"
-    elif model.width % _ROWS:
-        reason = f"model.width={model.width}, it needs a multiple of {_ROWS}"
+    elif model.width % ROWS:
+        reason = f"model.width={model.width}, it needs a multiple of {ROWS}"
     elif row_tokens % _LANES:
         reason = f"{row_tokens} tokens of a row on a device, it needs a multiple of {_LANES}"
     if name == "pallas" and reason:
@@ -91,7 +91,7 @@ def read(
     bounds = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in (*span, *end_R)])
     scaled_R1D1 = direction_RD.astype(jnp.float32)[:, None, :, None]
     outs = ["mix"] * (R + centered) + ["row", "row"]
-    kernel = functools.partial(_read_kernel, R, eps, D)
+    kernel = functools.partial(kernel_bodies.read, R, eps, D)
     results = _call("route", kernel, bounds, buffer_SBTD, [scaled_R1D1], ["same"], outs, R)
     mixes = [jnp.swapaxes(mix[0], 1, 2) for mix in results[: R + centered]]
     top_RBT, sum_RBT = (row[:, :, 0] for row in results[-2:])
@@ -107,7 +107,14 @@ def mix_and_dot(
     arrays = [jnp.swapaxes(factors_RSBT, 1, 2), jnp.swapaxes(others_RBTD, 2, 3)]
     outs = ["mix"] * R + ["slots"]
     results = _call(
-        "route_back", _mix_kernel, bounds, buffer_SBTD, arrays, ["slots", "mix"], outs, R
+        "route_back",
+        kernel_bodies.mix_and_dot,
+        bounds,
+        buffer_SBTD,
+        arrays,
+        ["slots", "mix"],
+        outs,
+        R,
     )
     return [jnp.swapaxes(mix[0], 1, 2) for mix in results[:R]], jnp.swapaxes(results[R], 1, 2)
 
@@ -162,7 +169,7 @@ def _local(
     def slot(place: int) -> Any:
         def index(b: Any, t: Any, step: Any, bounds: Any) -> Any:
             # Past the span the last slot again: what is there already is not fetched.
-            number = jnp.minimum(bounds[0] + step * _SLOTS + place, bounds[1] - 1)
+            number = jnp.minimum(bounds[0] + step * SLOTS + place, bounds[1] - 1)
             return jnp.maximum(number, 0), b, 0, t
 
         return pl.BlockSpec((1, 1, D, tile), index)
@@ -181,8 +188,8 @@ def _local(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(B, T // tile, math.ceil(S / _SLOTS)),
-            in_specs=[*map(slot, range(_SLOTS)), *map(spec, ins)],
+            grid=(B, T // tile, math.ceil(S / SLOTS)),
+            in_specs=[*map(slot, range(SLOTS)), *map(spec, ins)],
             out_specs=[spec(kind, n) for kind, n in pairs],
         ),
         out_shape=[jax.ShapeDtypeStruct((n, B, heights[k], T), jnp.float32) for k, n in pairs],
@@ -196,120 +203,5 @@ def _local(
         ),
         name=name,
         interpret=INTERPRET,
-    )(bounds, *[buffer_SBDT] * _SLOTS, *arrays)
+    )(bounds, *[buffer_SBDT] * SLOTS, *arrays)
     return tuple(results)
-
-
-def _values(slots: Any, number: Any) -> list[jax.Array]:
-    """Some rows of the slots of a step, in float32."""
-    return [slot[0, 0, pl.ds(number * _ROWS, _ROWS), :].astype(jnp.float32) for slot in slots]
-
-
-def _read_kernel(R: int, eps: float, D: int, bounds: Any, *refs: Any) -> None:
-    slots, (directions, *outs) = refs[:_SLOTS], refs[_SLOTS:]
-    *mixes, tops, sums = outs
-    step, tile = pl.program_id(2), tops.shape[-1]
-
-    @pl.when(step == 0)
-    def _start() -> None:
-        tops[...] = jnp.full_like(tops, -jnp.inf)
-        for out in (*mixes, sums):
-            out[...] = jnp.zeros_like(out)
-
-    first = bounds[0] + step * _SLOTS
-
-    @pl.when(first < bounds[1])
-    def _add() -> None:
-        places = [first + place for place in range(_SLOTS)]
-
-        def products(number: Any, carry: Any) -> Any:
-            squares, dots = carry
-            values = _values(slots, number)
-            squares = [total + v * v for total, v in zip(squares, values, strict=True)]
-            here = pl.ds(number * _ROWS, _ROWS)
-            rows = [directions[r, 0, here, :] for r in range(R)]
-            dots = [
-                [total + v * rows[r] for total, v in zip(dots[r], values, strict=True)]
-                for r in range(R)
-            ]
-            return squares, dots
-
-        zeros = [jnp.zeros((_ROWS, tile), jnp.float32)] * _SLOTS
-        squares, dots = lax.fori_loop(0, D // _ROWS, products, (zeros, [zeros] * R))
-        scales = [lax.rsqrt(jnp.sum(square, axis=0, keepdims=True) / D + eps) for square in squares]
-        rescales: list[Any] = []
-        weights: list[Any] = []
-        for r in range(R):
-            old = tops[r, 0, :, :]
-            logits = [
-                jnp.where(
-                    place < bounds[2 + r], jnp.sum(dot, axis=0, keepdims=True) * scale, -jnp.inf
-                )
-                for place, dot, scale in zip(places, dots[r], scales, strict=True)
-            ]
-            top = functools.reduce(jnp.maximum, logits, old)
-            finite = jnp.where(top == -jnp.inf, 0.0, top)
-            rescales.append(jnp.exp(old - finite))
-            weights.append([jnp.exp(logit - finite) for logit in logits])
-            tops[r, 0, :, :] = top
-            sums[r, 0, :, :] = sums[r, 0, :, :] * rescales[r] + functools.reduce(
-                jnp.add, weights[r]
-            )
-        # Of a total over the sources as they are, where it is asked for.
-        ones = [jnp.where(place < bounds[1], 1.0, 0.0) for place in places]
-        rescales, weights = [*rescales, 1.0], [*weights, ones]
-
-        def mix(number: Any, carry: None) -> None:
-            here, values = pl.ds(number * _ROWS, _ROWS), _values(slots, number)
-            for out, rescale, weight in zip(mixes, rescales, weights, strict=False):
-                total = out[0, 0, here, :] * rescale
-                for w, value in zip(weight, values, strict=True):
-                    total += w * value
-                out[0, 0, here, :] = total
-
-        lax.fori_loop(0, D // _ROWS, mix, None)
-
-
-def _mix_kernel(bounds: Any, *refs: Any) -> None:
-    slots, (factors, others, *mixes, dots) = refs[:_SLOTS], refs[_SLOTS:]
-    step, (R, _, D, tile) = pl.program_id(2), others.shape
-
-    @pl.when(step == 0)
-    def _start() -> None:
-        for out in (*mixes, dots):
-            out[...] = jnp.zeros_like(out)
-
-    first = bounds[0] + step * _SLOTS
-    places = [first + place for place in range(_SLOTS)]
-
-    @pl.when(first < bounds[1])
-    def _add() -> None:
-        last = factors.shape[2] - 1
-        weights = [
-            [
-                jnp.where(p < bounds[1], factors[r, 0, pl.ds(jnp.minimum(p, last), 1), :], 0.0)
-                for p in places
-            ]
-            for r in range(R)
-        ]
-
-        def rows(number: Any, sums: Any) -> Any:
-            here, values = pl.ds(number * _ROWS, _ROWS), _values(slots, number)
-            result = []
-            for r in range(R):
-                total, other = mixes[r][0, 0, here, :], others[r, 0, here, :].astype(jnp.float32)
-                for weight, value in zip(weights[r], values, strict=True):
-                    total += weight * value
-                mixes[r][0, 0, here, :] = total
-                result.append([s + v * other for s, v in zip(sums[r], values, strict=True)])
-            return result
-
-        zeros = [[jnp.zeros((_ROWS, tile), jnp.float32)] * _SLOTS for _ in range(R)]
-        sums = lax.fori_loop(0, D // _ROWS, rows, zeros)
-        for place, p in enumerate(places):
-
-            @pl.when(p < bounds[1])
-            def _store(place: int = place, p: Any = p) -> None:
-                for r in range(R):
-                    dot = jnp.sum(sums[r][place], axis=0, keepdims=True)
-                    dots[r, 0, pl.ds(p, 1), :] = dot

@@ -60,7 +60,8 @@ def _train(
     devices = mesh_lib.find_devices(config, devices)
     shape = mesh_lib.mesh_shape(config.mesh, len(devices))
     mesh_lib.check_fits(config, shape)
-    programs_lib.for_platform(config, devices[0].platform)  # refuses what cannot run there
+    # Refuses what cannot run there.
+    programs_lib.for_platform(config, devices[0].platform, shape["tensor"])
     mesh = mesh_lib.make_mesh(shape, devices)
     abstract_state, shardings = programs_lib.abstract_state(config, mesh)
     machine = programs_lib.report(config, mesh, abstract_state, shardings)

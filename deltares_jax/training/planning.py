@@ -9,7 +9,7 @@ import jax
 from ml_collections.config_dict.config_dict import ConfigDict, FrozenConfigDict
 
 from deltares_jax import config_checks
-from deltares_jax.models import depth, residual, sizes, variants
+from deltares_jax.models import depth, sizes, variants
 from deltares_jax.parallel import fit, hlo_cost
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import topology as topology_lib
@@ -64,7 +64,8 @@ def lay_out(config: FrozenConfigDict, topology: Topology) -> tuple[Any, FrozenCo
     size = -(-config.eval.batch_size // parts) * parts
     config = with_values(config, {"eval.batch_size": size})
     fit.check_fits(config, shape, str(topology))
-    programs.for_platform(config, devices[0].platform)  # refuses what cannot run there
+    # Refuses what cannot run there.
+    programs.for_platform(config, devices[0].platform, shape["tensor"])
     mesh = mesh_lib.make_mesh(shape, devices)
     # Refuses large arrays that the mesh leaves whole, as train does.
     programs.report(config, mesh, *programs.abstract_state(config, mesh))
@@ -125,17 +126,16 @@ def make(config: FrozenConfigDict, topology: Topology, say: Say) -> Report:
     return report | memory | _cost(cost, report, topology)
 
 
-def form(config: FrozenConfigDict, topology: Topology) -> dict[str, str]:
+def form(config: FrozenConfigDict, topology: Topology, tensor: int = 1) -> dict[str, str]:
     """What is compiled, with `auto` resolved."""
-    model = config.model
+    model = programs.for_platform(config, topology.platform, tensor).model
     routes = variants.VARIANTS[model.residual.variant].grows != "never"
-    kernel = "batched" if residual.is_batched(model) else "direct"
     return {
         "dtype": model.dtype,
         "remat": model.remat,
         "scan": depth.resolved_form(model),
-        "attention": programs.for_platform(config, topology.platform).model.attention,
-        "kernel": kernel if routes else "none",
+        "attention": model.attention,
+        "kernel": model.residual.kernel if routes else "none",
     }
 
 
@@ -160,7 +160,7 @@ def _outline(config: FrozenConfigDict, topology: Topology, shape: dict[str, int]
             "seq_len": config.data.seq_len,
             "tokens": tokens,
         },
-        "form": form(config, topology),
+        "form": form(config, topology, shape["tensor"]),
         "parameters": sum(sizes.parameter_counts(config.model).values()),
         "model_flops_per_step": flops * tokens,
         "versions": versions,
