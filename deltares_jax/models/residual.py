@@ -97,13 +97,19 @@ def join(moving: State, fixed: Any) -> State:
     return moving if fixed is None else moving._replace(sources=fixed)
 
 
+def appended(config: FrozenConfigDict, y_BTD: jax.Array, stream_BTD: Any) -> jax.Array:
+    """The source that a sublayer makes, from its output and the stream after it."""
+    source_BTD: jax.Array = {"output": y_BTD, "stream": stream_BTD}[_row(config).appends]
+    return source_BTD
+
+
 def write(config: FrozenConfigDict, state: State, y_BTD: jax.Array, site: Site) -> State:
     """The state after the sublayer at `site` has put out y."""
     row = _row(config)
     stream_BTD: Any = None if state.stream_BTD is None else state.stream_BTD + y_BTD
     sources = state.sources
     if row.grows == "sublayer":
-        source_BTD: Any = {"output": y_BTD, "stream": stream_BTD}[row.appends]
+        source_BTD = appended(config, y_BTD, stream_BTD)
         sources = _append(sources, source_BTD, row.seeded + variants.sublayer_index(*site))
     return State(stream_BTD, sources)
 

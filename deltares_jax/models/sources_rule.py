@@ -125,7 +125,7 @@ class _Depth:
                 x, own = self._read(number, parts[k], readers.at(number, 1), made, stream)
                 y, residuals = self._apply(kind, params, x, context)
                 stream = None if stream is None else stream + y
-                made.append(y if self.row.appends == "output" else stream)
+                made.append(residual.appended(self.config, y, stream))
                 stats.append(own)
                 kept.append(residuals)
             # Nothing may read the buffer once it is written to: it would be copied.
