@@ -245,3 +245,23 @@ def test_mixture_without_repeat_ends_where_a_source_does(sizes, weights):
     assert sum(1 for s, _ in drawn if s == source) == sizes[source]
     counts = [sum(1 for s, _ in drawn if s == i) for i in range(len(sizes))]
     assert order.seen(len(order)) == counts
+
+
+HOLDER = """
+import numpy as np
+from deltares_jax.data import pipeline
+from deltares_jax.data.rows import Rows
+def read():
+    rows = Rows(np.arange(103 * 16 + 1), 16, end_of_text=10**6)
+    batches = pipeline.train_batches([rows], pipeline.Order([len(rows)], [1], 5), 8, 0, workers=1)
+    yield from (next(batches) for _ in range(3))
+    batches.close()
+held = list(read())  # to the end, as a device array may
+print(len(held))
+"""
+
+
+def test_worker_processes_leave_nothing_behind():
+    command = [sys.executable, "-c", HOLDER]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert (result.stdout, result.stderr) == ("3\n", "")

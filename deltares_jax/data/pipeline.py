@@ -8,6 +8,7 @@ B batch, T sequence.
 
 import fractions
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -147,6 +148,9 @@ def train_batches(
     if workers:
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # grain passes them on, and there are none in a notebook
+        # Through a pipe: shared memory would outlive us, and containers have little of it.
+        piped = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
+        batches = grain.experimental.WithOptionsIterDataset(batches, piped)
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
     return iter(batches)
 
