@@ -29,6 +29,11 @@ def human_count(number: float) -> str:
     return f"{number:.4g}"
 
 
+def one_line(error: BaseException) -> str:
+    """The first line of what another library says of an error, 200 characters at most."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
 def discard_stdout() -> None:
     """Drops what is printed from now on, and what could not be written before."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open to the end

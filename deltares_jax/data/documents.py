@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from deltares_jax.printing import one_line
+
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+_TEXT_TYPES = {  # of Arrow
+    f"{prefix}{kind}" for kind in ("string", "binary") for prefix in ("", "large_")
+} | {"string_view", "binary_view"}
 _BATCH_ROWS = 1024
 
 
@@ -68,15 +73,12 @@ def _parquet(
                     yield Document(label, text, size * number // rows)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{name} is damaged ({_one_line(error)}); get the file {path} again"
+            f"{name} is damaged ({one_line(error)}); get the file {path} again"
         ) from error
 
 
 def _as_bytes(column: Any, name: str, label: str) -> list[bytes | None]:
-    if not any(
-        check(column.type)
-        for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)
-    ):
+    if str(column.type) not in _TEXT_TYPES:
         raise ValueError(f"{name}: --column={label!r} holds {column.type}, not text")
     return column.cast(pa.large_binary()).to_pylist()
 
@@ -90,22 +92,36 @@ def _json_lines(path: pathlib.Path, name: str, column: str) -> Iterator[Document
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
-                try:
-                    record = json.loads(line)
-                except ValueError:  # also of bytes that are not UTF-8
-                    record = None
-                if isinstance(record, dict):
+                record = _record(line)
+                if not found:
                     seen |= record.keys()
-                    found = found or column in record
-                text = record.get(column) if isinstance(record, dict) else None
-                content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else None
+                    found = column in record
+                text = record.get(column)
+                content = _text_bytes(text) if isinstance(text, str) else None
                 yield Document(f"{name}#{number}", content, raw.tell())
         except (pa.ArrowException, OSError) as error:
             raise ValueError(
-                f"{name} is damaged ({_one_line(error)}); get the file {path} again"
+                f"{name} is damaged ({one_line(error)}); get the file {path} again"
             ) from error
     if seen and not found:
         raise _no_column(name, column, sorted(seen))
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """The record of a line; bytes that are not UTF-8 stay in its texts as surrogates."""
+    try:
+        record = json.loads(line.decode("utf-8-sig", "surrogateescape"))
+    except (ValueError, RecursionError):  # the latter by a line of brackets
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _text_bytes(text: str) -> bytes:
+    """A text as it was written; a lone surrogate that JSON spells is no UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
 
 
 def _decompressed(raw: Any, name: str) -> Any:
@@ -119,10 +135,6 @@ def _decompressed(raw: Any, name: str) -> Any:
 
 def _no_column(name: str, column: str, names: list[str]) -> ValueError:
     return ValueError(f"{name} has no --column={column!r}; it has {', '.join(names)}")
-
-
-def _one_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def count_bytes(

@@ -7,6 +7,7 @@ documents, or a run of small files.
 import dataclasses
 import glob
 import hashlib
+import os
 import pathlib
 import platform
 import re
@@ -107,27 +108,26 @@ def text(paths: Sequence[str], column: str) -> Source:
     one a row, with the text in `column`. One document in 20 is held out, by the hash of its name.
 
     Raises:
-      ValueError: a path holds no such file, or holds one twice.
+      ValueError: a path holds no such file or cannot be read, or a file comes twice.
     """
     files: dict[pathlib.Path, File] = {}
-    others = 0
+    others: list[pathlib.Path] = []
     known = ", ".join(documents.SUFFIXES)
     for pattern in paths:
-        root = pathlib.Path(pattern).expanduser()
-        if root.is_dir():
-            every = sorted(path for path in root.rglob("*") if path.is_file())
-            found = [path for path in every if path.name.endswith(documents.SUFFIXES)]
-            others += len(every) - len(found)
-        else:
-            found = sorted(
-                path
-                for p in glob.glob(str(root), recursive=True)
-                if (path := pathlib.Path(p)).is_file()
-            )
-            wrong = [path for path in found if not path.name.endswith(documents.SUFFIXES)]
-            if wrong:
-                raise ValueError(f"--path={pattern}: {wrong[0]} must end in one of {known}")
+        root = pathlib.Path(os.path.expanduser(pattern))
+        matches = [root]
+        if not root.exists():  # a name that exists may hold the letters of a glob
+            matches = sorted(map(pathlib.Path, glob.glob(str(root), recursive=True)))
             root = pathlib.Path(re.split(r"[*?\[]", str(root))[0] + "x").parent
+        elif root.is_file():
+            root = root.parent
+        wrong = [p for p in matches if p.is_file() and not p.name.endswith(documents.SUFFIXES)]
+        if wrong:
+            raise ValueError(f"--path={pattern}: {wrong[0]} must end in one of {known}")
+        # Once each: ** gives folders and what is in them.
+        every = dict.fromkeys(path for match in matches for path in _files_of(match))
+        found = [path for path in every if path.name.endswith(documents.SUFFIXES)]
+        others += [path for path in every if not path.name.endswith(documents.SUFFIXES)]
         if not found:
             raise ValueError(f"--path={pattern} holds no files that end in {known}")
         for path in found:
@@ -135,8 +135,26 @@ def text(paths: Sequence[str], column: str) -> Source:
                 raise ValueError(f"--path={','.join(paths)} names {path} twice")
             name = path.relative_to(root).as_posix()
             files[path.resolve()] = File(name, path.stat().st_size, path.absolute())
-    notes = (f"{others} files of other kinds under --path were left out",) if others else ()
-    return Source("text", "", _parts(list(files.values())), column, notes=notes)
+    notes = []
+    if others:
+        count, first = len(others), others[0]
+        notes.append(f"left out under --path: {count} of other kinds or linked, such as {first}")
+    return Source("text", "", _parts(list(files.values())), column, notes=tuple(notes))
+
+
+def _files_of(match: pathlib.Path) -> list[pathlib.Path]:
+    """The files in a folder, sorted, and links that are not followed; a file as it is."""
+    if not match.is_dir():
+        return [match]
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"--path: {error.filename} cannot be read: {error.strerror}")
+
+    found = []
+    for folder, folders, names in os.walk(match, onerror=refuse):
+        linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        found += [pathlib.Path(folder, name) for name in names + linked]
+    return sorted(found)
 
 
 def fineweb_edu(
@@ -148,7 +166,8 @@ def fineweb_edu(
     the hash of its id.
 
     Args:
-      config: `sample-10BT`, `sample-100BT`, `sample-350BT`, `default`, or a crawl (`CC-MAIN-…`).
+      config: `sample-10BT`, `sample-100BT`, `sample-350BT`, `default`, or a crawl such as
+        `CC-MAIN-2024-10`.
       path: a local folder; the hub when empty.
       revision: branch, tag or commit of the hub's repository.
       numbers: which files, counted from 0; all when empty.
@@ -156,12 +175,21 @@ def fineweb_edu(
     Raises:
       ValueError: there are no such files, or the hub does not answer.
     """
+    if not re.fullmatch(r"sample-(10|100|350)BT|default|CC-MAIN-\d{4}-\d{2}", config):
+        raise ValueError(
+            f"--source={FINEWEB_EDU}/{config} must be {FINEWEB_EDU}/ and sample-10BT, "
+            "sample-100BT, sample-350BT, default, or a crawl such as CC-MAIN-2024-10"
+        )
     sample = config.removeprefix("sample-")
     folder = f"sample/{sample}" if sample != config else f"data/{config}"
     folder = "data" if config == "default" else folder
     if path:
-        root = pathlib.Path(path).expanduser().absolute()
-        root = root / folder if (root / folder).is_dir() else root
+        root = pathlib.Path(os.path.expanduser(path)).absolute()
+        whole = [name for name in ("data", "sample") if (root / name).is_dir()]
+        if (root / folder).is_dir():
+            root /= folder
+        elif whole:  # the repository, of which other files are another config
+            raise ValueError(f"--path={path} holds {whole[0]}/, but no {folder}/ for {config}")
         files = [
             File(p.relative_to(root).as_posix(), p.stat().st_size, p)
             for p in sorted(root.rglob("*.parquet"))
@@ -196,11 +224,12 @@ def select(source: Source, numbers: Sequence[range]) -> Source:
 def _chosen(
     files: list[File], numbers: Sequence[range], always: Callable[[File], bool]
 ) -> list[File]:
-    wanted = {number for span in numbers for number in span}
-    if wanted and max(wanted) >= len(files):
+    last = max((span.stop - 1 for span in numbers), default=-1)
+    if last >= len(files):
         raise ValueError(
-            f"--files asks for file {max(wanted)}, but there are {len(files)}: 0-{len(files) - 1}"
+            f"--files asks for file {last}, but there are {len(files)}: 0-{len(files) - 1}"
         )
+    wanted = {number for span in numbers for number in span}
     return [f for i, f in enumerate(files) if not wanted or i in wanted or always(f)]
 
 
