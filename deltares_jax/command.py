@@ -75,6 +75,8 @@ def _rule_of_type(message: str) -> str:
     key = name.removeprefix("config.")
     kind = type(defaults[key]).__name__ if key in defaults else flags.FLAGS[name].flag_type()
     rules = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+    if match := re.search(r"is not (an? .+)$", message):  # of the right type, but out of range
+        return f"--{name}={value} must be {match[1]}"
     return f"--{name}={value!r} must be {rules[kind]}" if kind in rules else message
 
 

@@ -200,6 +200,19 @@ def backwards(job, todo, shown):
         parts.work(job, part, job.limit(parts.main_split(part)), shown.advance)
 
 
+def test_limit_tells_what_was_read_in_part(files, tmp_path):
+    made = prepare_files(tmp_path / "one", files / "1.jsonl", max_tokens=3000)
+    assert (made["files_read"], made["files_listed"]) == (1, 1)
+    assert made["files_in_part"] == ["1.jsonl"]
+    whole = prepare_files(tmp_path / "whole", files / "1.jsonl", max_tokens=10**6)
+    assert (whole["files_read"], whole["files_in_part"]) == (1, [])
+    write_files(tmp_path / "in", {f"{i:02}.txt": b"x" * 99 for i in range(60)})
+    notes = prepare_files(tmp_path / "notes", tmp_path / "in", max_tokens=2000)
+    assert notes["splits"]["train"]["documents"] == 20
+    taken = sum(count["documents"] for count in notes["splits"].values())
+    assert (notes["files_read"], notes["files_in_part"]) == (taken, [])
+
+
 def test_another_plan_in_the_same_folder_is_refused(files, tmp_path):
     prepare_files(tmp_path / "out", files)
     with pytest.raises(ValueError, match=r"begun with another max_tokens .0 there, 5000 asked"):
@@ -244,12 +257,12 @@ def test_progress_tells_tokens_rate_and_time_left(monkeypatch, capsys):
     assert capsys.readouterr().err == ""  # not a line for every document
     clock[0] += 40
     shown.advance(300, 2000)
-    line = "4 k tokens, 100 tokens/s, 40.0% of the source, 1 min 00 s left\n"
+    line = "4 k tokens, 100 tokens/s, 40.0% done, 1 min 00 s left\n"
     assert capsys.readouterr().err == line
     limited = progress.Progress(total=10**6, max_tokens=8000)
     clock[0] += 40
     limited.advance(1, 6000)
-    assert "75.0% of the source" in capsys.readouterr().err
+    assert "75.0% done" in capsys.readouterr().err
 
 
 def test_work_cut_between_any_two_renames_goes_on_to_the_same_bytes(tmp_path, monkeypatch):

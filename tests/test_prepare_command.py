@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 import pytest
 from data_helpers import contents, prepare_files, write_files
 
-from deltares_jax.data import tokens
+from deltares_jax.data import runners, tokens
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -66,6 +67,10 @@ def test_two_may_prepare_at_once(tmp_path):
         (["--source=py_stdlib", "--files=3-1"], "--files='3-1' must be numbers from 0 and spans"),
         (["--source=py_stdlib", "--sorce=x"], "unknown flag --sorce (did you mean source?)"),
         (["--source=py_stdlib", "--out=/dev/null/x"], "/dev/null/x cannot be written: Not a dir"),
+        (["--source=py_stdlib", "--out=gs://b/x"], "--out='gs://b/x' must be a local folder"),
+        (["--source=py_stdlib", "--path=x"], "--path has no effect with --source=py_stdlib"),
+        (["--source=text", "--beam_options=--x=1"], "--beam_options has no effect without --beam"),
+        (["--workers=0"], "--workers=0 must be an integer in the range [1, 1024]"),
     ],
 )
 def test_bad_flags_are_one_line(arguments, words):
@@ -75,6 +80,44 @@ def test_bad_flags_are_one_line(arguments, words):
     assert errors.startswith(f"error: {words}")
     assert len(errors.splitlines()) == 1
     assert printed == ""
+
+
+def test_cache_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "cache").touch()
+    process = prepare_command(
+        "--source=py_stdlib",
+        "--tokenizer=OWNER/NAME",
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert re.fullmatch(rf"error: {tmp_path}/cache/.*: Not a directory\n", errors)
+
+
+def test_stop_on_request_leaves_one_line(tmp_path, bpe):
+    text = pathlib.Path(__file__).read_text()
+    line = json.dumps({"text": text}) + "\n"
+    write_files(tmp_path / "in", {f"{i}.jsonl": line.encode() * 2000 for i in range(2)})
+    out = tmp_path / "an out"
+    arguments = [f"--path={tmp_path}/in", f"--tokenizer={bpe}", f"--out={out}", "--workers=2"]
+    process = prepare_command("--source=text", *arguments)
+    while len(list(out.glob("parts/*.partial"))) < 2:  # both workers are at it
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 144
+    assert errors.splitlines() == [
+        f"preparing text under {out}",
+        "interrupted; the same command goes on from the last finished file",
+    ]
+
+
+@pytest.mark.slow
+def test_beam_option_that_beam_does_not_know_is_refused():
+    pytest.importorskip("apache_beam")
+    with pytest.raises(ValueError, match="--beam_options: Beam knows no nonsense"):
+        runners.beam("DirectRunner", ["--nonsense=1", "--direct_num_workers=1"])
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
+from deltares_jax.data import hub, packing, parts, progress, runners, sources, tokens
 from deltares_jax.data import manifest as manifest_lib
-from deltares_jax.data import packing, parts, progress, runners, sources, tokens
 
 PLAN = "plan.json"
 
@@ -53,6 +53,8 @@ def prepare(
     job = parts.Job(out, source, header, max_tokens)
     _holds_nothing_else(out)
     with _locked(out):
+        for partial in out.rglob("*.partial"):  # of work that was killed
+            partial.unlink()
         _same_plan(out, header, source)
         made = manifest_lib.read(out)
         if made is not None and not _faults(out, made):
@@ -60,11 +62,21 @@ def prepare(
         _undo(job)
         tokenizer.save(out)
         progress.note(f"preparing {source.name} under {out}", *source.notes)
-        total = sum(map(parts.source_bytes, source.parts))
-        with contextlib.closing(progress.Progress(total, max_tokens)) as shown:
+        with contextlib.closing(_progress(job)) as shown:
             runner(job, source.parts, shown)
             kept = _settle(job, shown)
         return _finish(job, header, kept, tokenizer)
+
+
+def _progress(job: parts.Job) -> progress.Progress:
+    """Of the parts that are not done yet: what an earlier run did tells nothing of the rate."""
+    notes = {part: parts.read_note(job, part) for part in job.source.parts}
+    left = [part for part, note in notes.items() if note is None]
+    made = sum(note["tokens"] for note in notes.values() if note)
+    if len(left) < len(notes):
+        progress.note(f"{len(notes) - len(left)} of {len(notes)} parts were done before")
+    total = sum(map(parts.source_bytes, left))
+    return progress.Progress(total, max(1, job.max_tokens - made) if job.max_tokens else 0)
 
 
 def _holds_nothing_else(out: pathlib.Path) -> None:
@@ -87,21 +99,36 @@ def _locked(out: pathlib.Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error.strerror}") from None
     with file:
-        with contextlib.suppress(OSError):  # a file system without locks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress.note(f"waiting for another process that prepares {out}")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            pass
         yield  # the file stays: whoever waits for it must not be alone with it
 
 
 def _same_plan(out: pathlib.Path, header: dict[str, Any], source: sources.Source) -> None:
     """Refuses to mix two data sets in one folder."""
-    files = [[part.number, file.name, file.size] for part in source.parts for file in part.files]
+    files = [
+        [part.number, file.name, file.size, *([w.sha256] if isinstance(w, hub.RemoteFile) else [])]
+        for part in source.parts
+        for file in part.files
+        for w in [file.where]
+    ]
     plan = {**header, "column": source.column, "files": files}
     path = out / PLAN
     begun = (out / manifest_lib.MANIFEST).exists() or any((out / parts.FOLDER).glob("*.json"))
     if not path.exists() or not begun:  # a plan that failed at once may be mended
         manifest_lib.write_json(path, plan)
         return
-    before = json.loads(path.read_text())
+    try:
+        before = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); prepare in another folder, or remove {out}"
+        ) from None
     for key, value in plan.items():
         if before.get(key) != value:
             told = "" if key == "files" else f" ({before.get(key)!r} there, {value!r} asked for)"
@@ -136,13 +163,11 @@ def _undo(job: parts.Job) -> None:
     """Takes a data set apart again whose completion was interrupted, or that is damaged."""
     (job.out / manifest_lib.MANIFEST).unlink(missing_ok=True)
     kept = job.out / parts.FOLDER / "kept.json"
-    numbers = json.loads(kept.read_text()) if kept.exists() else []
+    numbers = parts.read_json(kept) if kept.exists() else []
     chosen = [part for part in job.source.parts if part.number in numbers]
     for name, (_, final) in _final_names(job, chosen).items():
         if (job.out / final).exists():
             (job.out / final).replace(job.folder() / name)
-    for partial in job.out.rglob("*.partial"):
-        partial.unlink()
 
 
 def _settle(job: parts.Job, shown: progress.Progress) -> list[sources.Part]:
@@ -163,6 +188,16 @@ def _settle(job: parts.Job, shown: progress.Progress) -> list[sources.Part]:
     return kept
 
 
+def _note(job: parts.Job, part: sources.Part) -> dict[str, Any]:
+    note = parts.read_note(job, part)
+    if note is None:
+        raise ValueError(
+            f"{job.folder()} lacks what came of {part.files[0].name}; every worker must see that "
+            "folder, then give the command again"
+        )
+    return note
+
+
 def _finish(
     job: parts.Job,
     header: dict[str, Any],
@@ -170,9 +205,15 @@ def _finish(
     tokenizer: tokens.Tokenizer,
 ) -> dict[str, Any]:
     """Records the shards with TFDS and in the manifest."""
-    notes = [note for part in kept if (note := parts.read_note(job, part))]
+    notes = [_note(job, part) for part in kept]
     listed = sum(len(part.files) for part in job.source.parts)
-    header = {**header, "files_read": sum(len(p.files) for p in kept), "files_listed": listed}
+    read = sum(parts.files_read(part, note) for part, note in zip(kept, notes, strict=True))
+    cut = [
+        part.files[0].name
+        for part, note in zip(kept, notes, strict=True)
+        if note["cut"] and len(part.files) == 1
+    ]
+    header = {**header, "files_listed": listed, "files_read": read, "files_in_part": cut}
     if not any(note["shards"] for note in notes):
         limit = f" within --max_tokens={job.max_tokens}" if job.max_tokens else ""
         skipped = sum(c["skipped_documents"] for note in notes for c in note["counts"].values())

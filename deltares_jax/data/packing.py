@@ -1,5 +1,6 @@
 """The packing of documents into fixed records without losing, repeating or reordering a token."""
 
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
@@ -11,6 +12,7 @@ import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 
 from deltares_jax.data import documents, tokens
+from deltares_jax.printing import one_line
 
 RECORD_TOKENS = 4096
 _BATCH_BYTES = 1 << 21  # of text, tokenised at once
@@ -49,6 +51,9 @@ class ShardWriter:
     """Writes a stream of tokens as the records of one file.
 
     The last record is filled up with end-of-text; `counts.tokens` tells where the text ends.
+
+    Raises:
+      ValueError: the file cannot be written.
     """
 
     def __init__(self, path: pathlib.Path, tokenizer: tokens.Tokenizer):
@@ -75,11 +80,19 @@ class ShardWriter:
             self._pending, self._size = [stream[whole:]], stream.size - whole
 
     def _write(self, stream: np.ndarray) -> None:
-        if self._file is None:
-            self._file = array_record_module.ArrayRecordWriter(str(self.path), "group_size:1")
-        for record in stream.reshape(-1, RECORD_TOKENS):
-            self._file.write(self._features.serialize_example({"tokens": record}))
-            self.counts.records += 1
+        with self._one_error():
+            if self._file is None:
+                self._file = array_record_module.ArrayRecordWriter(str(self.path), "group_size:1")
+            for record in stream.reshape(-1, RECORD_TOKENS):
+                self._file.write(self._features.serialize_example({"tokens": record}))
+                self.counts.records += 1
+
+    @contextlib.contextmanager
+    def _one_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of array_record: RuntimeError, also of a full disk
+            raise ValueError(f"{self.path.parent} cannot be written: {one_line(error)}") from error
 
     def close(self) -> Counts:
         """Ends the file; there is none where nothing was added."""
@@ -88,7 +101,8 @@ class ShardWriter:
             self._write(np.concatenate([*self._pending, fill]))
             self._size = 0
         if self._file is not None:
-            self._file.close()
+            with self._one_error():
+                self._file.close()
         self.counts.sha256 = self._digest.hexdigest()
         return self.counts
 

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,9 +60,27 @@ def shard_name(part: sources.Part, split: str) -> str:
 
 
 def read_note(job: Job, part: sources.Part) -> dict[str, Any] | None:
-    """What a part that is done holds, or None."""
+    """What a part that is done holds, or None.
+
+    Raises:
+      ValueError: the note is damaged.
+    """
     path = _note(job, part)
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path) if path.exists() else None
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """What a file of the preparation holds.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); remove the file and give the same command again"
+        ) from None
 
 
 def finished(job: Job, part: sources.Part, limit: int) -> dict[str, Any] | None:
@@ -75,6 +94,13 @@ def finished(job: Job, part: sources.Part, limit: int) -> dict[str, Any] | None:
             print(f"{fault}; its part is prepared again", file=sys.stderr)
             return None
     return note
+
+
+def files_read(part: sources.Part, note: dict[str, Any]) -> int:
+    """How many files of a part were read: of small ones, each a document, those before the cut."""
+    kinds = ("documents", "empty_documents", "skipped_documents")
+    taken = sum(count[kind] for count in note["counts"].values() for kind in kinds)
+    return taken if len(part.files) > 1 else 1
 
 
 def fits(note: dict[str, Any], limit: int) -> bool:
@@ -109,10 +135,9 @@ def work(job: Job, part: sources.Part, limit: int, advance: Advance) -> dict[str
     """
     note = finished(job, part, limit)
     if note is not None:
-        advance(source_bytes(part), 0)
         return note
     tokenizer = tokens.load(job.out, job.tokenizer)
-    partial = f"{os.getpid()}.partial"
+    partial = f"{uuid.uuid4().hex}.partial"  # a pipeline may try a part twice at once
     writers = {
         split: packing.ShardWriter(job.folder() / f"{shard_name(part, split)}.{partial}", tokenizer)
         for split in ([part.split] if part.split else sources.SPLITS)

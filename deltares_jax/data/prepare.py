@@ -12,10 +12,12 @@ fineweb_edu/CONFIG, from the hub (HF_ENDPOINT gives another address) or from par
 import os
 import pathlib
 import re
+import shlex
+import signal
 
 from absl import flags
 
-from deltares_jax import command
+from deltares_jax import command, config_checks
 from deltares_jax.data import build, runners, sources, tokens
 from deltares_jax.data import manifest as manifest_lib
 from deltares_jax.printing import say
@@ -37,11 +39,21 @@ _TOKENIZER = flags.DEFINE_string(
 )
 _OUT = flags.DEFINE_string("out", "", "Folder to prepare in; the user's cache folder when empty.")
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_WORKERS = flags.DEFINE_integer("workers", _CORES, "Processor cores to use.", lower_bound=1)
+_WORKERS = flags.DEFINE_integer(
+    "workers", _CORES, "Processor cores to use.", lower_bound=1, upper_bound=1024
+)
 _BEAM_RUNNER = flags.DEFINE_string(
     "beam_runner", "", "Do the work as a Beam pipeline on this runner, for example DirectRunner."
 )
 _BEAM_OPTIONS = flags.DEFINE_list("beam_options", [], "Options of the pipeline, as --name=value.")
+
+
+# By source: the flags that it does not read.
+_UNUSED = {
+    "py_stdlib": ("path", "column", "revision"),
+    "text": ("revision",),
+    sources.FINEWEB_EDU: ("column",),
+}
 
 
 def _numbers(text: str) -> list[range]:
@@ -55,9 +67,19 @@ def _numbers(text: str) -> list[range]:
     return spans
 
 
+def _refuse(without: str, *unused: str) -> None:
+    """Refuses flags that were given, but would do nothing."""
+    for name in unused:
+        if flags.FLAGS[name].present:
+            raise ValueError(f"--{name} has no effect {without}; leave it out")
+
+
 def _source() -> sources.Source:
     name, path, numbers = _SOURCE.value, _PATH.value, _numbers(_FILES.value)
     kind, _, config = name.partition("/")
+    _refuse(f"with --source={name}", *_UNUSED.get(kind, ()))
+    if path:
+        _refuse("with --path", "revision")
     if name == "py_stdlib":
         return sources.select(sources.py_stdlib(), numbers)
     if name == "text":
@@ -76,36 +98,43 @@ def _source() -> sources.Source:
 
 def main() -> int:
     """Prepares what the flags ask for, and says what it holds."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, workers too
     runners.set_threads(_WORKERS.value)
-    source = _source()
-    tokenizer = tokens.get_tokenizer(_TOKENIZER.value)
-    folder = manifest_lib.folder_of(manifest_lib.root_of(""), source.name, tokenizer.name)
-    out = pathlib.Path(_OUT.value).expanduser().absolute() if _OUT.value else folder
+    config_checks.local_folder("--out", _OUT.value)
+    out = pathlib.Path(os.path.expanduser(_OUT.value)).absolute()
     runner = runners.pool(_WORKERS.value)
     if _BEAM_RUNNER.value:
+        _refuse("with --beam_runner", "workers")
         runner = runners.beam(_BEAM_RUNNER.value, _BEAM_OPTIONS.value)
+    else:
+        _refuse("without --beam_runner", "beam_options")
     try:
+        source = _source()
+        tokenizer = tokens.get_tokenizer(_TOKENIZER.value)
+        if not _OUT.value:
+            out = manifest_lib.folder_of(manifest_lib.root_of(""), source.name, tokenizer.name)
         made = build.prepare(source, tokenizer, out, _MAX_TOKENS.value, runner)
     except OSError as error:  # a full disk, a file that went away
         raise ValueError(f"{error.filename or out}: {error.strerror or error}") from None
     say(*manifest_lib.describe(made))
-    if made["files_read"] < made["files_listed"]:
+    if made["files_read"] < made["files_listed"] or made["files_in_part"]:
+        cut = f", {' and '.join(made['files_in_part'])} in part" if made["files_in_part"] else ""
         say(
             f"--max_tokens={_MAX_TOKENS.value}: {made['files_read']} of {made['files_listed']} "
-            "files were read, the last of each split in part"
+            f"files were read{cut}"
         )
     for split in sources.SPLITS:
         if split not in made["splits"]:
             say(f"there is no {split} split: no document went there")
     size = sum(shard["size"] for shards in made["shards"].values() for shard in shards)
     say(f"{out}: {size / 1e6:,.2f} MB of records, fingerprint {made['fingerprint'][:16]}…")
-    own = f" --config.data.dir={out}" if _OUT.value else ""
-    say(
-        f"train on it: --config.data.source={source.name} "
-        f"--config.data.tokenizer={tokenizer.name}{own}"
-    )
+    keys = {"source": source.name, "tokenizer": tokenizer.name}
+    if _OUT.value:
+        keys["dir"] = str(out)
+    names = (f"--config.data.{key}={shlex.quote(value)}" for key, value in keys.items())
+    say(f"train on it: {' '.join(names)}")
     return 0
 
 
 if __name__ == "__main__":
-    command.run(main, __doc__)
+    command.run(main, __doc__, "interrupted; the same command goes on from the last finished file")

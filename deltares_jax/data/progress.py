@@ -18,8 +18,8 @@ class Progress:
     """Tokens, their rate and the time left: a live line on a terminal, else one every 30 s.
 
     Args:
-      total: bytes of the source.
-      max_tokens: that are asked for; 0: all.
+      total: bytes of the source that are left to do.
+      max_tokens: that are left to make; 0: all.
     """
 
     def __init__(self, total: int, max_tokens: int):
@@ -47,7 +47,7 @@ class Progress:
         done = min(max(done, 1e-6), 0.999)
         text = (
             f"{human_count(self._tokens)} tokens, {human_count(self._tokens / seconds)} tokens/s, "
-            f"{done:.1%} of the source, {human_time(seconds * (1 - done) / done)} left"
+            f"{done:.1%} done, {human_time(seconds * (1 - done) / done)} left"
         )
         if self._live:
             print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)

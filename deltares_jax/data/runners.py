@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from absl import logging
+
 from deltares_jax.data import parts, progress, sources
 
 # Tokens that a byte of any input gives at least; so few more files are begun than are needed.
@@ -22,34 +24,33 @@ def here(job: parts.Job, todo: Sequence[sources.Part], shown: progress.Progress)
     """Works on one part after the other in this process."""
     done: _Done = {}
     for part in todo:
-        limit = _limit(job, part, done)
+        limit = _limits(job, done).get(part.number)
         if limit is not None:
             parts.work(job, part, limit, shown.advance)
 
 
-def _limit(
-    job: parts.Job, part: sources.Part, done: _Done, tokens_per_byte: float = 0
-) -> int | None:
-    """How many tokens a part may give after the parts before it; 0 is no limit.
+def _limits(job: parts.Job, done: _Done, tokens_per_byte: float = 0) -> dict[int, int]:
+    """How many tokens each part may give after the parts before it; 0 is no limit.
 
-    None where they give all that are wanted. Parts that are not done count by their size; the notes
-    of those that are go into `done`.
+    Without the parts that come after all tokens that are wanted. Parts that are not done count by
+    their size; the notes of those that are go into `done`.
     """
     if not job.max_tokens:
-        return 0
-    split = parts.main_split(part)
-    left = job.limit(split)
-    for other in job.source.parts[: part.number]:
-        if parts.main_split(other) == split:
-            if other.number not in done and (note := parts.read_note(job, other)):
-                done[other.number] = note
-            size = sum(file.size for file in other.files)
-            guess = {"tokens": int(size * tokens_per_byte), "cut": False}
-            note = done.get(other.number, guess)
-            left -= note["tokens"]
-            if left <= 0 or note["cut"]:
-                return None
-    return left
+        return {part.number: 0 for part in job.source.parts}
+    limits = {}
+    left = {split: job.limit(split) for split in sources.SPLITS}
+    for part in job.source.parts:
+        split = parts.main_split(part)
+        if left[split] <= 0:
+            continue
+        limits[part.number] = left[split]
+        if part.number not in done and (note := parts.read_note(job, part)):
+            done[part.number] = note
+        size = sum(file.size for file in part.files)
+        guess = {"tokens": int(size * tokens_per_byte), "cut": False}
+        note = done.get(part.number, guess)
+        left[split] = 0 if note["cut"] else left[split] - note["tokens"]
+    return limits
 
 
 def pool(workers: int) -> Runner:
@@ -57,7 +58,7 @@ def pool(workers: int) -> Runner:
 
     def run(job: parts.Job, todo: Sequence[sources.Part], shown: progress.Progress) -> None:
         done: _Done = {}
-        count = min(workers, sum(_limit(job, part, done, _GUESS) is not None for part in todo))
+        count = min(workers, len(_limits(job, done, _GUESS)))
         if count == 1:
             return here(job, todo, shown)
         threads = max(1, workers // count)
@@ -70,13 +71,15 @@ def pool(workers: int) -> Runner:
         running: set[concurrent.futures.Future[None]] = set()
         try:
             while True:
-                wanted = [p for p in waiting if _limit(job, p, done, _GUESS) is not None]
+                needed = _limits(job, done, _GUESS)
+                wanted = [part for part in waiting if part.number in needed]
                 if not wanted and not running:
                     break
+                limits = _limits(job, done)
                 for part in wanted[: count - len(running)]:
                     waiting.remove(part)
-                    limit = _limit(job, part, done) or 0
-                    running.add(executor.submit(_work_in_pool, job, part, limit))
+                    if part.number in limits:  # no part before it has just given all
+                        running.add(executor.submit(_work_in_pool, job, part, limits[part.number]))
                 ended, running = concurrent.futures.wait(
                     running, 0.5, concurrent.futures.FIRST_COMPLETED
                 )
@@ -130,17 +133,28 @@ def _work_in_pool(job: parts.Job, part: sources.Part, limit: int) -> None:
 
 def beam(runner: str, options: Sequence[str]) -> Runner:
     """Works on the parts as a Beam pipeline; its workers must see the output folder."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)  # the import tells of clients that are not there
     try:
         import apache_beam
         from apache_beam.options.pipeline_options import PipelineOptions
+
+        given = PipelineOptions(options)
+        unknown = set(given.get_all_options(drop_default=True, retain_unknown_options=True))
+        unknown -= set(given.get_all_options(drop_default=True))
+        unknown |= {option for option in options if not option.startswith("--")}
     except ImportError:
         raise ValueError("--beam_runner needs Beam: pip install 'deltares-jax[beam]'") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    if unknown:
+        raise ValueError(f"--beam_options: Beam knows no {', '.join(sorted(unknown))}")
 
     def run(job: parts.Job, todo: Sequence[sources.Part], shown: progress.Progress) -> None:
         work = functools.partial(_work_in_beam, job)
-        with apache_beam.Pipeline(runner=runner, options=PipelineOptions(options)) as pipeline:
+        with apache_beam.Pipeline(runner=runner, options=given) as pipeline:
             created = pipeline | apache_beam.Create(todo) | apache_beam.Reshuffle()
-            _ = created | apache_beam.Map(work)
+            _ = created | "prepare" >> apache_beam.Map(work)  # else errors quote the whole job
 
     return run
 
