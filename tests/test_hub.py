@@ -152,9 +152,26 @@ def test_faults_that_stay_end_in_one_line(served, tmp_path, fault, told):
 
 def test_refusal_is_not_tried_again(served):
     served.faults["10BT"] = [403] * 99
-    with pytest.raises(ValueError, match=r"10BT.*: HTTP 403"):
+    with pytest.raises(ValueError, match=r"10BT.*: HTTP 403 Forbidden; check the name"):
         sources.fineweb_edu("sample-10BT")
     assert len(served.requests) == 1
+
+
+def test_address_that_is_none_is_refused_at_once(served, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "localhost:9")
+    with pytest.raises(ValueError, match="HF_ENDPOINT=localhost:9 must begin with http://"):
+        tokens.get_tokenizer(MODEL)
+
+
+def test_files_that_changed_on_the_hub_are_not_mixed(served, tmp_path):
+    served.faults["013_00000.parquet"] = [404] * 99
+    with pytest.raises(ValueError, match="HTTP 404"):
+        prepare(tmp_path)
+    served.faults.clear()
+    path = "sample/10BT/001_00000.parquet"
+    served.files[DATA, path] = served.files[DATA, path].replace(b"dump", b"DUMP")
+    with pytest.raises(ValueError, match="begun with other files"):
+        prepare(tmp_path)
 
 
 def test_nobody_there_is_one_line(served, monkeypatch):

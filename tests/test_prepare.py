@@ -217,7 +217,7 @@ def test_another_plan_in_the_same_folder_is_refused(files, tmp_path):
     prepare_files(tmp_path / "out", files)
     with pytest.raises(ValueError, match=r"begun with another max_tokens .0 there, 5000 asked"):
         prepare_files(tmp_path / "out", files, max_tokens=5000)
-    with pytest.raises(ValueError, match=r"begun with another files;.* another folder"):
+    with pytest.raises(ValueError, match=r"begun with other files;.* another folder"):
         prepare_files(tmp_path / "out", files / "0.jsonl", files / "1.jsonl")
     with pytest.raises(ValueError, match="has no --column='txt'; it has text"):
         prepare_files(tmp_path / "typo", files, column="txt")

@@ -194,6 +194,16 @@ def test_tokenizer_that_is_none_is_refused(tmp_path, name, message):
         tokens.get_tokenizer(name.format(tmp=tmp_path))
 
 
+def test_text_that_a_tokenizer_cannot_encode_is_one_line(bpe, tmp_path, to_train):
+    def words(definition):
+        vocab = {"a": 1, "<|endoftext|>": 0}
+        definition["model"] = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
+
+    folder = changed(bpe, tmp_path / "t", words)
+    with pytest.raises(ValueError, match="cannot encode the text: WordLevel error: Missing"):
+        prepared_stream(tmp_path, [b"b"], tokens.get_tokenizer(str(folder)))
+
+
 def test_data_keep_their_tokenizer(bpe, tmp_path, to_train):
     folder = tmp_path / "moved"
     shutil.copytree(bpe, folder)

@@ -131,9 +131,10 @@ def _same_plan(out: pathlib.Path, header: dict[str, Any], source: sources.Source
         ) from None
     for key, value in plan.items():
         if before.get(key) != value:
-            told = "" if key == "files" else f" ({before.get(key)!r} there, {value!r} asked for)"
+            told = f"another {key} ({before.get(key)!r} there, {value!r} asked for)"
             raise ValueError(
-                f"{out} was begun with another {key}{told}; prepare in another folder, or remove it"
+                f"{out} was begun with {'other files' if key == 'files' else told}; prepare in "
+                "another folder, or remove it"
             )
 
 

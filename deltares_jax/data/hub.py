@@ -40,7 +40,10 @@ class _MayPassError(Exception):
 
 
 def _endpoint() -> str:
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    address = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    if not address.startswith(("http://", "https://")):
+        raise ValueError(f"HF_ENDPOINT={address} must begin with http:// or https://")
+    return address
 
 
 def is_repository(name: str) -> bool:
@@ -85,7 +88,10 @@ def _get(url: str, start: int = 0) -> requests.Response:
     if response.status_code in _MAY_PASS or response.status_code >= 500:
         raise _MayPassError(f"HTTP {response.status_code}")
     if not response.ok:
-        raise ValueError(f"{url}: HTTP {response.status_code} {response.reason}")
+        hint = ""
+        if response.status_code in (401, 403):
+            hint = "; check the name: so the hub answers for what is not there or not public"
+        raise ValueError(f"{url}: HTTP {response.status_code} {response.reason}{hint}")
     return response
 
 
@@ -184,10 +190,14 @@ def model_file(repository: str, name: str, folder: pathlib.Path) -> pathlib.Path
     """A small file of a model's repository (revision main), downloaded to a folder once.
 
     Raises:
+      OSError: the folder cannot be written.
       ValueError: the hub does not answer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name
-    url = f"{_endpoint()}/{repository}/resolve/main/{name}"
-    download(RemoteFile(name, url, -1, ""), target)
+    if not target.exists():
+        own = target.with_name(f"{name}.{os.getpid()}.partial")  # others may want it now, too
+        url = f"{_endpoint()}/{repository}/resolve/main/{name}"
+        download(RemoteFile(name, url, -1, ""), own)
+        own.replace(target)
     return target

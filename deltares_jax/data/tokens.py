@@ -14,6 +14,7 @@ import numpy as np
 
 from deltares_jax import config as config_lib
 from deltares_jax.data import hub
+from deltares_jax.printing import one_line
 
 BYTE = "byte"
 FILE = "tokenizer.json"
@@ -90,7 +91,8 @@ class FileTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(definition.decode())
         except Exception as error:  # the library raises bare Exception
             raise ValueError(
-                f"data.tokenizer={name!r}: {path} cannot be read as a tokenizer.json ({error})"
+                f"data.tokenizer={name!r}: {path} cannot be read as a tokenizer.json "
+                f"({one_line(error)})"
             ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -98,8 +100,8 @@ class FileTokenizer:
         self._definition = definition
         self.name = name
         self.sha256 = hashlib.sha256(definition).hexdigest()
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.end_of_text = self._find_end_of_text(path) if end_of_text is None else end_of_text
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         marker = self._tokenizer.id_to_token(self.end_of_text) or ""
         if self.end_of_text in self._encode([marker])[0]:
             raise ValueError(
@@ -120,7 +122,12 @@ class FileTokenizer:
         return found
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(
+                f"data.tokenizer={self.name!r} cannot encode the text: {one_line(error)}"
+            ) from None
         return [encoding.ids for encoding in encodings]
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
