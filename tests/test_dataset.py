@@ -53,10 +53,24 @@ def test_library_of_the_config(prepared, tiny, monkeypatch, tmp_path):
             ": python -m deltares_jax.data.prepare --source=fineweb_edu/sample-10BT --tok",
         ),
         ({"data__tokenizer": "Qwen/Qwen3-0.6B"}, "'Qwen/Qwen3-0.6B' is not prepared"),
-        ({"data__mixture": "nowhere=1"}, "data.source='nowhere' .*is not prepared"),
+        (
+            {"data__mixture": "nowhere=1"},
+            "data.mixture: 'nowhere' is neither a folder of prepared data",
+        ),
         ({"model__vocab_size": 256}, "model.vocab_size=256 must be at least 257.*='byte'"),
-        ({"eval__sets": "own=nowhere", "eval__every": 1}, "'nowhere' .*is not prepared"),
-        ({"data__dir": "{corpora}/long"}, "data.source='py_stdlib', but .*long holds 'text'"),
+        ({"eval__sets": "own=nowhere", "eval__every": 1}, "eval.sets: 'nowhere' is neither"),
+        (
+            {"data__mixture": "{corpora}/long=1,{corpora}/in/../long=1"},
+            "data.mixture=.* names .*/long twice, as .*/long and as .*/in/../long",
+        ),
+        (
+            {"data__source": "text", "data__tokenizer": "a b"},
+            "--source=text --tokenizer='a b' --path=YOUR_FILES --out=.*/text/a--b; to train",
+        ),
+        (
+            {"data__dir": "{corpora}/long"},
+            "data.source='py_stdlib', but data.dir='.*long' holds 'text'",
+        ),
         (
             {"data__source": "{corpora}/held"},
             "held: there is no text in split train",
@@ -79,6 +93,24 @@ def test_data_that_does_not_fit_is_refused(prepared, tiny, corpora, bpe, changes
     }
     with pytest.raises(ValueError, match=message):
         opened(tiny, **changes)
+
+
+def test_tokenizer_that_changed_under_its_name_is_refused(tiny, corpora, bpe, tmp_path):
+    shutil.copytree(bpe, tmp_path / "bpe")
+    name = str(tmp_path / "bpe")
+    for place in ("before", "after"):
+        prepare_files(tmp_path / place, corpora / "in/long", tokenizer=tokens.get_tokenizer(name))
+        definition = tmp_path / "bpe" / "tokenizer.json"
+        definition.write_text(definition.read_text() + "\n")
+    model = {"model__vocab_size": 300, "data__tokenizer": name, "eval__every": 1}
+    before, after = tmp_path / "before", tmp_path / "after"
+    for changes in (
+        {"data__mixture": f"{before}=1,{after}=1"},
+        {"data__mixture": "", "data__source": str(before), "eval__sets": f"x={after}"},
+    ):
+        with pytest.raises(ValueError, match=f"{after} was prepared with another '{name}'"):
+            opened(tiny, **model, **changes)
+    opened(tiny, eval__sets=f"x={before}")
 
 
 def test_tokenizer_that_moved_is_known_by_its_content(tiny, corpora, bpe, tmp_path):

@@ -214,8 +214,11 @@ def test_damaged_shard_is_named(sharded, tmp_path):
     middle = bytes(byte ^ 255 for byte in content[2000:20_000])  # of the same length
     shard.write_bytes(content[:2000] + middle + content[20_000:])
     rows = dataset.Dataset(folder, 16).rows["train"]
-    with pytest.raises(ValueError, match=f"{folder}: split train is damaged .shard 1"):
+    with pytest.raises(ValueError, match=f"{folder}: split train is damaged .{shard}: "):
         _ = [rows[row] for row in range(len(rows))]
+    shard.write_bytes(content[:-65536] + bytes(65536))
+    with pytest.raises(ValueError, match=f"{folder}: split train is damaged .{shard}: "):
+        dataset.Dataset(folder, 16)
     shard.unlink()
     with pytest.raises(ValueError, match=f"{shard} has 0 of"):
         dataset.Dataset(folder, 16)

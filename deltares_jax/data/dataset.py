@@ -5,7 +5,10 @@ import functools
 import hashlib
 import json
 import math
+import os
 import pathlib
+import re
+import shlex
 from typing import Any
 
 from ml_collections.config_dict.config_dict import FrozenConfigDict
@@ -122,7 +125,10 @@ def open_data(config: FrozenConfigDict) -> Data:
     """
     data = config.data
     named = names.parse_mixture(data.mixture) or {data.source: 1.0}
-    parts = {name: _open(config, name) for name in named}
+    key = "data.mixture" if data.mixture else "data.source"
+    parts = {name: _open(config, key, name) for name in named}
+    _all_apart(data.mixture, parts)
+    _one_tokenizer(key, list(parts.values()))
     opened = Data(parts, list(named.values()), {}, config.train.seed, data.repeat)
     for part in parts.values():
         part.split_rows("train")
@@ -131,38 +137,64 @@ def open_data(config: FrozenConfigDict) -> Data:
     return opened
 
 
+def _all_apart(mixture: str, parts: dict[str, Dataset]) -> None:
+    """Refuses one data set by two names, whose rows would come twice an epoch."""
+    folders: dict[pathlib.Path, str] = {}
+    for name, part in parts.items():
+        folder = part.folder.resolve()
+        if folder in folders:
+            raise ValueError(
+                f"data.mixture={mixture!r} names {folder} twice, as {folders[folder]} and as {name}"
+            )
+        folders[folder] = name
+
+
+def _one_tokenizer(key: str, opened: list[Dataset]) -> None:
+    """Refuses data sets of two tokenizers; what a name stands for may change in the meantime."""
+    for part in opened:
+        if part.manifest["tokenizer_sha256"] != opened[0].manifest["tokenizer_sha256"]:
+            raise ValueError(
+                f"{key}: {part.folder} was prepared with another {part.manifest['tokenizer']!r} "
+                f"(by its sha256) than {opened[0].folder}; prepare both with the same"
+            )
+
+
 def _eval_sets(config: FrozenConfigDict, parts: dict[str, Dataset]) -> dict[str, Rows]:
     named = names.parse_sets(config.eval.sets)
     if not named:
         held_out = {name: part.rows.get("validation") for name, part in parts.items()}
         return {name: rows for name, rows in held_out.items() if rows}
-    return {name: _open(config, at).split_rows(split) for name, (at, split) in named.items()}
+    opened = {name: _open(config, "eval.sets", at) for name, (at, _) in named.items()}
+    _one_tokenizer("eval.sets", [*parts.values(), *opened.values()])
+    return {name: part.split_rows(named[name][1]) for name, part in opened.items()}
 
 
-def _open(config: FrozenConfigDict, name: str) -> Dataset:
-    """The data set of a source's name, or in a folder."""
+def _open(config: FrozenConfigDict, key: str, name: str) -> Dataset:
+    """The data set of a source's name, or in a folder, as `key` asks for it."""
     data = config.data
+    asked = f"{key}={name!r}" if key == "data.source" else f"{key}: {name!r}"
     root = manifest.root_of(data.dir)
-    folder = pathlib.Path(name).expanduser().absolute()
+    folder = pathlib.Path(os.path.expanduser(name)).absolute()
     if (folder / manifest.MANIFEST).is_file():
         source = ""  # whatever it is
     elif (root / manifest.MANIFEST).is_file():
         folder, source = root, name
     else:
         folder, source = manifest.folder_of(root, name, data.tokenizer), name
-        _prepare_or_refuse(root, folder, name, data.tokenizer)
+        _prepare_or_refuse(config, asked, folder, name)
     dataset = Dataset(folder, data.seq_len, data.document_masking)
     made = dataset.manifest
     if source and made["source"] != source:
         raise ValueError(
-            f"data.source={source!r}, but {folder} holds {made['source']!r}; set one to the other"
+            f"{asked}, but data.dir={data.dir!r} holds {made['source']!r}; set one to the other, "
+            "or data.dir to a folder of data sets"
         )
     moved = pathlib.Path(data.tokenizer).expanduser().exists() and (
         tokens.get_tokenizer(data.tokenizer).sha256 == made["tokenizer_sha256"]
     )
     if made["tokenizer"] != data.tokenizer and not moved:
         raise ValueError(
-            f"data.tokenizer={data.tokenizer!r}, but {folder} was prepared with "
+            f"{asked}: data.tokenizer={data.tokenizer!r}, but {folder} was prepared with "
             f"{made['tokenizer']!r}; set one to the other"
         )
     if made["vocab_size"] > config.model.vocab_size:
@@ -174,19 +206,28 @@ def _open(config: FrozenConfigDict, name: str) -> Dataset:
 
 
 def _prepare_or_refuse(
-    root: pathlib.Path, folder: pathlib.Path, source: str, tokenizer: str
+    config: FrozenConfigDict, asked: str, folder: pathlib.Path, source: str
 ) -> None:
     if manifest.read(folder) is not None:
         return
+    tokenizer = config.data.tokenizer
     if source == "py_stdlib" and tokenizer == tokens.BYTE:
         try:
             build.prepare(sources.py_stdlib(), tokens.ByteTokenizer(), folder)
         except (ValueError, OSError) as error:
+            root = manifest.root_of(config.data.dir)
             raise ValueError(f"data.dir={str(root)!r}: {error}") from None
         return
-    where = " --path=YOUR_FILES" if source == "text" else ""
+    if not re.fullmatch(rf"py_stdlib|text|{sources.FINEWEB_EDU}/.+", source):
+        raise ValueError(
+            f"{asked} is neither a folder of prepared data (with {manifest.MANIFEST}) nor one of "
+            f"py_stdlib, text, {sources.FINEWEB_EDU}/CONFIG"
+        )
+    flags = f"--source={source} --tokenizer={shlex.quote(tokenizer)}"
+    flags += " --path=YOUR_FILES" if source == "text" else ""
+    flags += f" --out={shlex.quote(str(folder))}" if config.data.dir else ""
     raise ValueError(
-        f"data.source={source!r} with data.tokenizer={tokenizer!r} is not prepared under {folder}; "
-        f"prepare it by: python -m deltares_jax.data.prepare --source={source} "
-        f"--tokenizer={tokenizer}{where}; to train at once use --config=configs/debug.py"
+        f"{asked} with data.tokenizer={tokenizer!r} is not prepared under {folder}; prepare it by: "
+        f"python -m deltares_jax.data.prepare {flags}; to train at once use "
+        "--config=configs/debug.py"
     )

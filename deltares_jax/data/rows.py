@@ -14,6 +14,7 @@ import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from deltares_jax.data.tokens import id_dtype
+from deltares_jax.printing import one_line
 
 Batch = dict[str, np.ndarray]
 _NONE = np.zeros(0, np.int64)
@@ -31,8 +32,8 @@ class TokenStream:
         self._folder, self._split = folder, split
         self._record_tokens, self._vocab_size = manifest["record_tokens"], manifest["vocab_size"]
         shards = manifest["shards"][split]
-        for shard in shards:
-            path = folder / shard["file"]
+        self._paths = [folder / shard["file"] for shard in shards]
+        for shard, path in zip(shards, self._paths, strict=True):
             size = path.stat().st_size if path.exists() else 0
             if size != shard["size"]:
                 raise self._damaged(f"{path} has {size} of {shard['size']} bytes")
@@ -42,10 +43,10 @@ class TokenStream:
         self._dtype = id_dtype(self._vocab_size)
         _allow_files(len(shards))
         try:
-            self._records = ArrayRecordDataSource([str(folder / s["file"]) for s in shards])
+            self._records = ArrayRecordDataSource(list(map(str, self._paths)))
             known = len(self._records)
-        except Exception as error:  # of array_record
-            raise self._damaged(_one_line(error)) from error
+        except Exception as error:  # of array_record, which names no file
+            raise self._damaged(_unreadable(self._paths) or one_line(error)) from error
         if known != self._first_record[-1]:
             raise self._damaged(f"{known} of {self._first_record[-1]} records are there")
         _ = self[len(self) - 1 : len(self)]  # the last record is there
@@ -80,7 +81,7 @@ class TokenStream:
             # One by one: the interface for many starts threads.
             parts = [self._decoded(self._records[base + i]) for i in range(first, last + 1)]
         except Exception as error:  # of array_record
-            raise self._damaged(f"shard {shard}: {_one_line(error)}") from error
+            raise self._damaged(f"{self._paths[shard]}: {one_line(error)}") from error
         tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return tokens[start - first * size : stop - first * size]
 
@@ -93,6 +94,16 @@ class TokenStream:
         return np.frombuffer(example, self._dtype, offset=len(example) - size)
 
 
+def _unreadable(paths: list[pathlib.Path]) -> str:
+    """The first of some files that cannot be opened, and why."""
+    for path in paths:
+        try:
+            len(ArrayRecordDataSource([str(path)]))
+        except Exception as error:  # of array_record
+            return f"{path}: {one_line(error)}"
+    return ""
+
+
 def _allow_files(count: int) -> None:
     """Raises this process's limit of open files: each shard that was read keeps one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -101,10 +112,6 @@ def _allow_files(count: int) -> None:
         raise ValueError(f"{count} shards need {wanted} open files, {hard} are allowed: ulimit -n")
     if wanted > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _one_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 class Rows:
