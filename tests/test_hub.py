@@ -144,7 +144,10 @@ def test_faults_that_stay_end_in_one_line(served, tmp_path, fault, told):
         prepare(tmp_path)
     served.faults.clear()
     before = len(served.requests)
+    left = tmp_path / "parts" / "sample--10BT--000_00000.parquet"  # by work that was killed
+    left.write_bytes(b"PAR1")
     made = prepare(tmp_path)  # goes on with what there is
+    assert not list(tmp_path.rglob("*.parquet*"))
     paths = [path for path, _ in served.requests[before:]]
     assert not [path for path in paths if path.endswith(("000_00000.parquet", "001_00000.parquet"))]
     assert made["splits"]["validation"]["documents"] == 200

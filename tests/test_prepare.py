@@ -242,7 +242,9 @@ def test_records_without_the_column_are_counted(tmp_path):
         prepare_files(tmp_path / "out2", tmp_path / "none")
 
 
-@pytest.mark.parametrize("content", [b"", b'{"splits": ', b"\xff\xfe", b"[]", b"{}", b"null"])
+@pytest.mark.parametrize(
+    "content", [b"", b'{"splits": ', b"\xff\xfe", b"[]", b'{"fingerprint": "0"}', b"null"]
+)
 def test_damaged_manifest_is_named(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(ValueError, match=rf"{tmp_path}/manifest\.json is damaged"):

@@ -18,6 +18,7 @@ from deltares_jax.data import hub, packing, parts, progress, runners, sources, t
 from deltares_jax.data import manifest as manifest_lib
 
 PLAN = "plan.json"
+_KEPT = "kept.json"  # numbers of the parts that count, among their notes
 
 
 def prepare(
@@ -163,7 +164,7 @@ def _final_names(job: parts.Job, kept: Sequence[sources.Part]) -> dict[str, tupl
 def _undo(job: parts.Job) -> None:
     """Takes a data set apart again whose completion was interrupted, or that is damaged."""
     (job.out / manifest_lib.MANIFEST).unlink(missing_ok=True)
-    kept = job.out / parts.FOLDER / "kept.json"
+    kept = job.folder() / _KEPT
     numbers = parts.read_json(kept) if kept.exists() else []
     chosen = [part for part in job.source.parts if part.number in numbers]
     for name, (_, final) in _final_names(job, chosen).items():
@@ -222,15 +223,17 @@ def _finish(
             f"{job.source.name}: {listed} files hold no text{limit}; {skipped} records without "
             f"text in {job.source.column!r} were skipped"
         )
-    manifest_lib.write_json(job.folder() / "kept.json", [part.number for part in kept])
+    kept_file = job.folder() / _KEPT
+    manifest_lib.write_json(kept_file, [part.number for part in kept])
     names = _final_names(job, kept)
     by_name = {shard["file"]: shard for note in notes for shard in note["shards"].values()}
     shards: dict[str, list[dict[str, Any]]] = {}
     for name, (split, final) in names.items():
         shards.setdefault(split, []).append({**by_name[name], "file": final})
         (job.folder() / name).replace(job.out / final)
-    for part in set(job.source.parts) - set(kept):  # beyond max_tokens
-        for stray in job.folder().glob(f"{part.number:05}*"):
+    wanted = {kept_file.name, *(parts.note_path(job, part).name for part in kept)}
+    for stray in job.folder().iterdir():  # of parts beyond max_tokens, or of work that was killed
+        if stray.name not in wanted:
             stray.unlink()
     _record(job, shards, tokenizer.vocab_size)
     made = manifest_lib.make(header, notes, shards)

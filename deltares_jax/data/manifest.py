@@ -11,6 +11,8 @@ from deltares_jax import config as config_lib
 from deltares_jax.data import packing, sources
 
 MANIFEST = "manifest.json"
+_KEYS = {"source", "tokenizer", "tokenizer_sha256", "vocab_size", "end_of_text"}
+_KEYS |= {"record_tokens", "splits", "shards", "fingerprint"}  # what readers need
 
 
 def read(folder: pathlib.Path) -> dict[str, Any] | None:
@@ -24,8 +26,9 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
         return None
     try:
         manifest = json.loads(path.read_text())
-        if not isinstance(manifest, dict) or "fingerprint" not in manifest:
-            raise ValueError("it holds no fingerprint")
+        missing = _KEYS - manifest.keys() if isinstance(manifest, dict) else _KEYS
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except ValueError as error:
         raise ValueError(
             f"{path} is damaged ({error}); remove the file and give the prepare command again"

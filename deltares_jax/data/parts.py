@@ -50,7 +50,8 @@ def main_split(part: sources.Part) -> str:
     return part.split or sources.SPLITS[0]
 
 
-def _note(job: Job, part: sources.Part) -> pathlib.Path:
+def note_path(job: Job, part: sources.Part) -> pathlib.Path:
+    """Where the note of a part is."""
     return job.folder() / f"{part.number:05}.json"
 
 
@@ -65,7 +66,7 @@ def read_note(job: Job, part: sources.Part) -> dict[str, Any] | None:
     Raises:
       ValueError: the note is damaged.
     """
-    path = _note(job, part)
+    path = note_path(job, part)
     return read_json(path) if path.exists() else None
 
 
@@ -166,7 +167,7 @@ def work(job: Job, part: sources.Part, limit: int, advance: Advance) -> dict[str
             if count.records
         },
     }
-    target = _note(job, part)
+    target = note_path(job, part)
     partial_note = target.with_name(f"{target.name}.{partial}")
     partial_note.write_text(json.dumps(note))
     partial_note.replace(target)
