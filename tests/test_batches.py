@@ -2,8 +2,12 @@
 
 import itertools
 import math
+import os
+import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -265,3 +269,26 @@ def test_worker_processes_leave_nothing_behind():
     command = [sys.executable, "-c", HOLDER]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert (result.stdout, result.stderr) == ("3\n", "")
+
+
+def test_worker_processes_end_with_their_parent_however_it_is_killed(tmp_path):
+    code = (
+        HOLDER.replace("    batches.close()\n", "")
+        .replace(
+            "print(len(held))",
+            "import multiprocessing, os\n"
+            "print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
+            "os.kill(os.getpid(), 9)",
+        )
+        .replace("held = list(read())", "held = next(read_on := read())")
+    )
+    with (tmp_path / "printed").open("w+") as printed:  # a pipe would wait for the worker
+        subprocess.run([sys.executable, "-c", code], stdout=printed, timeout=120)
+        (child,) = map(int, (tmp_path / "printed").read_text().split())
+    for _ in range(300):
+        if not pathlib.Path(f"/proc/{child}").exists():
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        raise AssertionError("the worker went on alone")

@@ -16,6 +16,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from deltares_jax.data.processes import end_with_parent
 from deltares_jax.data.rows import Batch
 from deltares_jax.data.rows import Rows as Rows  # beside the batches that are made of them
 
@@ -151,7 +152,8 @@ def train_batches(
         # Through a pipe: shared memory would outlive us, and containers have little of it.
         piped = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
         batches = grain.experimental.WithOptionsIterDataset(batches, piped)
-        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+        readers = grain.MultiprocessingOptions(num_workers=workers)
+        batches = batches.mp_prefetch(readers, end_with_parent)
     return iter(batches)
 
 

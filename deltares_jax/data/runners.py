@@ -3,16 +3,13 @@
 import concurrent.futures
 import functools
 import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import logging
 
-from deltares_jax.data import parts, progress, sources
+from deltares_jax.data import parts, processes, progress, sources
 
 # Tokens that a byte of any input gives at least; so few more files are begun than are needed.
 _GUESS = 1 / 8
@@ -112,14 +109,7 @@ def _start_worker(counters: Any, threads: int) -> None:
     global _counters
     _counters = counters
     set_threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, too, and ends us
-
-    def end_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        multiprocessing.connection.wait([parent.sentinel])  # type: ignore[union-attr]
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    processes.end_with_parent()
 
 
 def _work_in_pool(job: parts.Job, part: sources.Part, limit: int) -> None:
