@@ -116,6 +116,8 @@ def test_mixture_trains_and_evaluates_each_of_its_sources(run, corpora, capsys):
     folder = run(data__mixture=mixture, eval__sets=sets, eval__every=3)
     printed = capsys.readouterr().out
     assert "75.00% of the rows" in printed
+    for name in ("long", "short"):  # both are of the source `text`
+        assert f"{corpora / name} train: " in printed
     assert "held-out loss of web" in printed
     rows, held_out = metrics.read_rows(folder)
     assert len(rows) == 6

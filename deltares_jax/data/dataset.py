@@ -107,7 +107,9 @@ class Data:
 
     def describe(self, rows_seen: int) -> list[str]:
         """What start-up says of the data."""
-        lines = [line for part in self.parts.values() for line in manifest.describe(part.manifest)]
+        lines = []
+        for name, part in self.parts.items():
+            lines += manifest.describe(part.manifest, name)
         for name, (epoch, seen, size) in self.epochs(rows_seen).items():
             share = f", {self.share(name):.2%} of the rows" if len(self.parts) > 1 else ""
             lines.append(

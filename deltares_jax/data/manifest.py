@@ -82,8 +82,13 @@ def _fingerprint(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def describe(manifest: dict[str, Any]) -> list[str]:
-    """One line a split: documents, bytes, tokens, and what was left out."""
+def describe(manifest: dict[str, Any], name: str = "") -> list[str]:
+    """One line a split: documents, bytes, tokens, and what was left out.
+
+    Args:
+      manifest: of a prepared data set.
+      name: what the user calls it; its source when empty.
+    """
     lines = []
     for split, count in manifest["splits"].items():
         odd = [
@@ -93,7 +98,7 @@ def describe(manifest: dict[str, Any]) -> list[str]:
         ]
         left_out = f" (and {', '.join(odd)})" if odd else ""
         lines.append(
-            f"{manifest['source']} {split}: {count['documents']:,} documents{left_out}, "
+            f"{name or manifest['source']} {split}: {count['documents']:,} documents{left_out}, "
             f"{count['bytes'] / 1e6:,.2f} MB, {count['tokens']:,} tokens, "
             f"sha256 {count['sha256'][:16]}…"
         )

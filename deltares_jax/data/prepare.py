@@ -117,8 +117,9 @@ def main() -> int:
     except OSError as error:  # a full disk, a file that went away
         raise ValueError(f"{error.filename or out}: {error.strerror or error}") from None
     say(*manifest_lib.describe(made))
-    if made["files_read"] < made["files_listed"] or made["files_in_part"]:
-        cut = f", {' and '.join(made['files_in_part'])} in part" if made["files_in_part"] else ""
+    in_part = made.get("files_in_part", [])  # not there in older data sets
+    if in_part or made["files_read"] < made["files_listed"]:
+        cut = f", {' and '.join(in_part)} in part" if in_part else ""
         say(
             f"--max_tokens={_MAX_TOKENS.value}: {made['files_read']} of {made['files_listed']} "
             f"files were read{cut}"
