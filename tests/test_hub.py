@@ -209,6 +209,7 @@ def test_truncated_parquet_is_named(served, tmp_path, where):
         folder = str(tmp_path / "in")
     with pytest.raises(ValueError, match=r"001_00000.parquet is damaged .*get the file /.* again"):
         prepare(tmp_path / "out", path=folder)
+    assert not list((tmp_path / "out").rglob("*.parquet"))  # else it would be found again
 
 
 def test_folder_of_the_files_gives_the_same_data(served, tmp_path):

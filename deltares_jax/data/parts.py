@@ -207,4 +207,9 @@ def _documents(
         else:
             path = file.where
         stream = documents.read(path, file.name, job.source.column, job.source.id_column)
-        yield from documents.count_bytes(stream, advance)
+        try:
+            yield from documents.count_bytes(stream, advance)
+        except ValueError:
+            if path != file.where:  # the next attempt must not find it again
+                path.unlink()
+            raise
