@@ -65,6 +65,12 @@ def test_paths_are_files_folders_and_globs(tmp_path):
     assert names_of(tmp_path / "d[1]" / "4[2].jsonl", tmp_path / "c") == ["4[2].jsonl", "3.jsonl"]
 
 
+def test_empty_path_is_not_the_working_folder(tmp_path):
+    write_files(tmp_path, {"a.jsonl": ONE})
+    with pytest.raises(ValueError, match="has a comma too many"):
+        names_of(tmp_path / "a.jsonl", "")
+
+
 def test_what_is_left_out_is_told(tmp_path):
     write_files(tmp_path, {"in/a.jsonl": ONE, "in/b.tex": b"x", "far/c.jsonl": ONE})
     (tmp_path / "in" / "link").symlink_to(tmp_path / "far")

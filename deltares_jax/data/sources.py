@@ -114,6 +114,8 @@ def text(paths: Sequence[str], column: str) -> Source:
     others: list[pathlib.Path] = []
     known = ", ".join(documents.SUFFIXES)
     for pattern in paths:
+        if not pattern:  # which would be the working folder
+            raise ValueError(f"--path={','.join(paths)} has a comma too many")
         root = pathlib.Path(os.path.expanduser(pattern))
         matches = [root]
         if not root.exists():  # a name that exists may hold the letters of a glob
