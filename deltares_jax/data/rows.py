@@ -8,6 +8,8 @@ T sequence.
 
 import pathlib
 import resource
+import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from deltares_jax.printing import one_line
 
 Batch = dict[str, np.ndarray]
 _NONE = np.zeros(0, np.int64)
-_FEW_FILES = 100  # which the usual limit of 1024 leaves room for
+_OTHER_FILES = 100  # that a run has open beside its shards, at least
+_USUAL_LIMIT = 1024
 
 
 class TokenStream:
@@ -41,7 +44,8 @@ class TokenStream:
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
         self._first_record = np.cumsum([0, *(shard["records"] for shard in shards)])
         self._dtype = id_dtype(self._vocab_size)
-        _allow_files(len(shards))
+        _allow_files(sum(len(stream._paths) for stream in _streams) + len(shards))
+        _streams.add(self)
         try:
             self._records = ArrayRecordDataSource(list(map(str, self._paths)))
             known = len(self._records)
@@ -104,14 +108,20 @@ def _unreadable(paths: list[pathlib.Path]) -> str:
     return ""
 
 
+_streams: weakref.WeakSet[TokenStream] = weakref.WeakSet()
+
+
 def _allow_files(count: int) -> None:
     """Raises this process's limit of open files: each shard that was read keeps one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = soft + count if count > _FEW_FILES else soft
-    if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise ValueError(f"{count} shards need {wanted} open files, {hard} are allowed: ulimit -n")
-    if wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = sys.maxsize if most == resource.RLIM_INFINITY else most
+    if count + _OTHER_FILES > hard:
+        raise ValueError(
+            f"{count} shards need {count + _OTHER_FILES} open files, {hard} are allowed: ulimit -n"
+        )
+    wanted = min(count + _USUAL_LIMIT, hard)
+    if wanted > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 class Rows:
