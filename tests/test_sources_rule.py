@@ -9,7 +9,7 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 from test_parallel import make_mesh
 
 from deltares_jax import config as config_lib
-from deltares_jax.models import routing_kernels, routing_ops, transformer, variants
+from deltares_jax.models import routing_kernels, transformer, variants
 from deltares_jax.parallel import sharding
 
 PER_SUBLAYER = [name for name, row in variants.VARIANTS.items() if row.grows == "sublayer"]
@@ -123,7 +123,8 @@ def test_the_kernel_of_the_backward_pass_reads_its_span_alone(interpreted, span)
     others_RBTD = normal(2, R, B, T, D)
     unread_SBTD = jnp.where(seen_1S11[0, ..., None], buffer_SBTD, jnp.nan)
     found = routing_kernels.mix_and_dot(unread_SBTD, factors_RSBT, others_RBTD, span)
-    mixes, dots_RSBT = routing_ops.mix_and_dot(buffer_SBTD, factors_RSBT, others_RBTD, span)
+    mixes = jnp.einsum("rsbt,sbtd->rbtd", factors_RSBT, buffer_SBTD)
+    dots_RSBT = jnp.einsum("rbtd,sbtd->rsbt", others_RBTD, buffer_SBTD)
     inside = slice(*span)
     np.testing.assert_allclose(found[0], mixes, rtol=0, atol=1e-5)
     np.testing.assert_allclose(found[1][:, inside], dots_RSBT[:, inside], rtol=0, atol=1e-4)
