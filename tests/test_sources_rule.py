@@ -90,13 +90,19 @@ def test_bfloat16_gradients_at_depth_36_are_as_good_as_the_baselines(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full"])
-@per_sublayer
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        *((name, remat) for name in PER_SUBLAYER for remat in ("none", "full")),
+        ("delta_block", "full"),
+        ("attnres_block", "full"),
+    ],
+)
 def test_memory_grows_linearly_with_depth(name, remat):
     inputs = batch(4, 64)
 
     def peak(num_layers: int) -> int:
-        config = model(name, num_layers, remat=remat)
+        config = model(name, num_layers, remat=remat, num_blocks=num_layers)
         params = jax.eval_shape(lambda: transformer.init(config, jax.random.key(0)))
         compiled = jax.jit(jax.grad(loss_of(config, inputs))).lower(params).compile()
         return compiled.memory_analysis().temp_size_in_bytes

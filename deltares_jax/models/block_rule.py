@@ -2,8 +2,8 @@
 
 Autodiff of a scan keeps what the scan reads: a copy of the block's slice of every stacked parameter
 and all of its sources, from the forward to the backward pass. The rule keeps the input of each
-layer alone. Parameters are sliced again, in the compute dtype, and
-sources made again from the inputs of the blocks where they are read.
+layer alone. Parameters are sliced again, in the compute dtype, and sources made again from the
+inputs of the blocks where they are read.
 
 An argument that is differentiated but not read has a twin that is read: the gradient of `own`, the
 block's slice of the parameters, flows while the values come from `whole`.

@@ -242,7 +242,6 @@ def _apply_layer(config: FrozenConfigDict, params: Params, *args: Any) -> residu
 
 
 MANY_BLOCKS = 16  # unrolled, a program of more takes long to compile
-
 FORMS: dict[str, Callable[..., tuple[residual.State, Weights]]] = {
     "blocks": scan_blocks,
     "unrolled": unrolled,
@@ -253,17 +252,16 @@ FORMS: dict[str, Callable[..., tuple[residual.State, Weights]]] = {
 def resolved_form(config: FrozenConfigDict) -> str:
     """The form that `model.scan` names.
 
-    `auto` takes `unrolled`; `boundaries` where that program would be large, or where it runs nothing
-    more often; `blocks` for a model that is one block without sources. Sources of every sublayer
-    have one rule, whose name is `unrolled`.
+    `auto` takes `unrolled`, or `boundaries` where that program would be large or m is 1; `blocks`
+    for one block without sources. Sources of every sublayer have one rule, named `unrolled`.
     """
     grows, per_block = variants.VARIANTS[config.residual.variant].grows, _per_block(config)
     form = str(config.scan)
     if form == "auto":
         if grows != "sublayer" and per_block == config.num_layers:
             return "blocks"
-        many = per_block == 1 or config.num_layers // per_block > MANY_BLOCKS
-        form = "boundaries" if many and config.remat == "full" else "unrolled"
+        scanned = per_block == 1 or config.num_layers // per_block > MANY_BLOCKS
+        form = "boundaries" if scanned and config.remat == "full" else "unrolled"
     return "unrolled" if form == "boundaries" and grows != "block" else form
 
 
