@@ -168,15 +168,15 @@ class _Depth:
             buffer, stream, d_stream, back = carry
             params, first, kept = xs
             parts = self.passes.parts(buffer, table, readers, first, 2 * G)
-            values = list(lax.dynamic_slice_in_dim(buffer, 1 + first, 2 * G))
             d_params: list[Params] = [{} for _ in range(G)]
             d_mixes: list[Any] = [None] * (2 * G)
             for place in reversed(range(2 * G)):
                 number, k, layer = first + place, place % 2, place // 2
                 kind, slot = variants.SUBLAYERS[k], 1 + number - k
                 if k == 1:
-                    two = jnp.stack(values[place - 1 : place + 1])
+                    two = lax.dynamic_slice_in_dim(buffer, slot, 2)
                     d_values, back = self.passes.gather(buffer, two, slot, readers, stats, back)
+                    values = [*lax.dynamic_slice_in_dim(buffer, 1 + first, place - 1), *two]
                 before, here = self._split(values[:place], place)
                 reader, here = readers.at(number, 1), [v.astype(self.wide) for v in here]
                 part = self._join(number, parts[place], reader, before)
@@ -200,8 +200,8 @@ class _Depth:
                     mix, _ = lax.optimization_barrier((parts[place - 1].mix_BTD, d_sum))
                     parts[place - 1] = parts[place - 1]._replace(mix_BTD=mix)
                 if k == 0:
-                    mixes = d_mixes[place : place + 2]
-                    buffer, mixes = lax.optimization_barrier((buffer, mixes))
+                    done = (buffer, stream, d_mixes[place : place + 2])
+                    buffer, stream, mixes = lax.optimization_barrier(done)
                     buffer = _put(buffer, mixes, slot)
             d_stream = None if d_stream is None else d_stream.astype(self.config.dtype)
             return (buffer, stream, d_stream, back), jax.tree.map(_stack, *d_params)
