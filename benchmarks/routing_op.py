@@ -19,7 +19,7 @@ import numpy as np
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
-from deltares_jax.models import residual, sources_rule
+from deltares_jax.models import kept, residual, sources_rule
 from deltares_jax.models.routing_ops import statistics_dtype
 
 EPS = 1e-6
@@ -77,7 +77,7 @@ def main() -> None:
         query_LD = 0.1 * jax.random.normal(next(keys), (L, D))
         layers[f"{kind}_reader"] = {"routing": {"query": query_LD, "gain": jnp.ones((L, D))}}
     e_BTD = jax.random.normal(next(keys), (1, args.tokens, D)).astype(args.dtype)
-    sources_rule.apply_sublayer = made_up_sublayer
+    kept.apply_sublayer = made_up_sublayer
 
     def rule(layers: Any, e_BTD: jax.Array) -> jax.Array:
         return sources_rule.run(config, layers, {}, e_BTD, None, None)

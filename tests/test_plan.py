@@ -102,6 +102,7 @@ def test_advice_is_what_is_left_to_do(planned, refused, values, advice):
     [
         ("delta_block", "auto", "v5e:2x2", ["unrolled", "splash", "batched"]),
         ("delta_block", "blocks", "cpu:8", ["blocks", "reference", "batched"]),
+        ("delta_block", "boundaries", "cpu:8", ["boundaries", "reference", "batched"]),
         ("delta_attnres", "boundaries", "cpu:8", ["unrolled", "reference", "direct"]),
         ("delta_attnres", "auto", "v5e:2x2", ["unrolled", "splash", "pallas"]),
         ("delta_attnres", "blocks", "v5e:2x2", ["blocks", "splash", "direct"]),

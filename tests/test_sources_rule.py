@@ -9,7 +9,7 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 from test_parallel import make_mesh
 
 from deltares_jax import config as config_lib
-from deltares_jax.models import routing_kernels, routing_ops, transformer, variants
+from deltares_jax.models import routing_kernels, transformer, variants
 from deltares_jax.parallel import sharding
 
 PER_SUBLAYER = [name for name, row in variants.VARIANTS.items() if row.grows == "sublayer"]
@@ -90,13 +90,19 @@ def test_bfloat16_gradients_at_depth_36_are_as_good_as_the_baselines(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full"])
-@per_sublayer
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        *((name, remat) for name in PER_SUBLAYER for remat in ("none", "full")),
+        ("delta_block", "full"),
+        ("attnres_block", "full"),
+    ],
+)
 def test_memory_grows_linearly_with_depth(name, remat):
     inputs = batch(4, 64)
 
     def peak(num_layers: int) -> int:
-        config = model(name, num_layers, remat=remat)
+        config = model(name, num_layers, remat=remat, num_blocks=num_layers)
         params = jax.eval_shape(lambda: transformer.init(config, jax.random.key(0)))
         compiled = jax.jit(jax.grad(loss_of(config, inputs))).lower(params).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -123,7 +129,8 @@ def test_the_kernel_of_the_backward_pass_reads_its_span_alone(interpreted, span)
     others_RBTD = normal(2, R, B, T, D)
     unread_SBTD = jnp.where(seen_1S11[0, ..., None], buffer_SBTD, jnp.nan)
     found = routing_kernels.mix_and_dot(unread_SBTD, factors_RSBT, others_RBTD, span)
-    mixes, dots_RSBT = routing_ops.mix_and_dot(buffer_SBTD, factors_RSBT, others_RBTD, span)
+    mixes = jnp.einsum("rsbt,sbtd->rbtd", factors_RSBT, buffer_SBTD)
+    dots_RSBT = jnp.einsum("rbtd,sbtd->rsbt", others_RBTD, buffer_SBTD)
     inside = slice(*span)
     np.testing.assert_allclose(found[0], mixes, rtol=0, atol=1e-5)
     np.testing.assert_allclose(found[1][:, inside], dots_RSBT[:, inside], rtol=0, atol=1e-4)

@@ -2,11 +2,14 @@
 
 Autodiff of a scan keeps what the scan reads: a copy of the block's slice of every stacked parameter
 and all of its sources, from the forward to the backward pass. The rule keeps the input of each
-layer alone (or that of the block alone). Parameters are sliced again, in the compute dtype, and
-sources made again from the inputs of the blocks where they are read.
+layer alone. Parameters are sliced again, in the compute dtype, and sources made again from the
+inputs of the blocks where they are read.
 
 An argument that is differentiated but not read has a twin that is read: the gradient of `own`, the
 block's slice of the parameters, flows while the values come from `whole`.
+
+The sources come out as they went in, so that their gradients go from block to block and each adds
+its own: else those of all blocks would be kept and added up at the end, N² / 2 of them.
 
 B batch, T sequence, D width, L layers, m layers of a block, S source slots.
 """
@@ -15,7 +18,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,6 +47,9 @@ class Kept(NamedTuple):
     starts: the state at the start of each block up to this one.
     inner: the inputs of the layers after the first, [m − 1, B, T, D]; None where not kept.
     fixed: the sources, None where they are made from the starts or there are none.
+    logits: of the block's readers over the sources, or None.
+    whole: the parameters of all layers.
+    made: whether the sources are made from the starts.
     """
 
     starts: tuple[residual.State, ...]
@@ -53,6 +58,7 @@ class Kept(NamedTuple):
     logits: Any
     whole: Params
     context: Context
+    made: bool
 
 
 def run_block(
@@ -63,7 +69,6 @@ def run_block(
     state: residual.State,
     earlier: tuple[residual.State, ...],
     context: Context,
-    keep_inputs: bool,
 ) -> residual.State:
     """The state after the last layer of a block, which is not closed yet.
 
@@ -75,28 +80,17 @@ def run_block(
       state: the state at the start of the block.
       earlier: the states at the starts of the blocks before.
       context: what all layers read.
-      keep_inputs: keep the input of every layer, else that of the first alone, which costs one more
-        forward pass.
     """
     moving, fixed = residual.split(config, state)
     earlier = tuple(residual.split(config, start)[0] for start in earlier)
     last = extent.first + extent.length
     own = jax.tree.map(lambda p: p[extent.first : last], params)
-    rule = _rule(config, apply_layer, extent, keep_inputs)
-    moving = rule(own, moving, fixed, lax.stop_gradient(params), context, earlier)
-    return residual.join(moving, fixed)
+    rule = _rule(config, apply_layer, extent)
+    return residual.join(*rule(own, moving, fixed, lax.stop_gradient(params), context, earlier))
 
 
-def _rule(
-    config: FrozenConfigDict, apply_layer: ApplyLayer, extent: Extent, keep_inputs: bool
-) -> Callable[..., Any]:
-    layers = jnp.arange(extent.length)
+def _rule(config: FrozenConfigDict, apply_layer: ApplyLayer, extent: Extent) -> Callable[..., Any]:
     made = residual.starts_make_sources(config)
-
-    def fixed_sources(kept: Kept, when: Any) -> Any:
-        if not made:
-            return kept.fixed
-        return make(lax.optimization_barrier((when, kept.starts))[1])
 
     def primal(*args: Any) -> Any:
         return save(*args)[0]
@@ -107,59 +101,89 @@ def _rule(
         own = _slice(config, whole, extent, moving)
         logits = residual.block_logits(config, own, fixed)
         args = (own, moving, fixed, logits, context, whole)
-        after, inner = _run_layers(apply_layer, extent, *args, keep=keep_inputs)
+        after, inner = run_layers(apply_layer, extent, *args, keep=True)
         starts = (*earlier, moving)
-        return after, Kept(starts, inner, None if made else fixed, logits, whole, context)
+        kept = Kept(starts, inner, None if made else fixed, logits, whole, context, made)
+        return (after, fixed), kept
 
-    def derivative(kept: Kept, d_after: Any) -> tuple[Any, ...]:
+    def derivative(kept: Kept, d_results: Any) -> tuple[Any, ...]:
+        d_after, d_fixed = d_results
         own = _slice(config, kept.whole, extent, d_after)
-        inner, start = kept.inner, kept.starts[-1]
-        if not keep_inputs:
-            fixed = fixed_sources(kept, d_after)
-            args = (own, start, fixed, kept.logits, kept.context, kept.whole)
-            inner = _run_layers(apply_layer, extent, *args, keep=True)[1]
-
-        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-            d_after, d_fixed = carry
-            params, layer, logits = xs
-            moving = _get(inner, start, layer - 1)
-            # Ties the sources to the loop: they would be converted, and kept, outside of it.
-            d_after, fixed = lax.optimization_barrier((d_after, kept.fixed))
-
-            def apply(params: Params, moving: Any, logits: Any, fixed: Any) -> Any:
-                if made:
-                    fixed = Made(fixed, kept.starts, config.dtype)
-                args = (layer, logits, extent.block, fixed, kept.context)
-                return apply_layer(unflat(params, kept.whole), moving, *args)
-
-            # Unrounded, so that the sum over the readers is fused and rounded once.
-            read = jax.tree.map(lambda d: d.astype(statistics_dtype(d.dtype)), d_fixed)
-            vjp = jax.vjp(apply, params, moving, logits, read if made else fixed)[1]
-            d_params, d_moving, d_logits, d_more = vjp(d_after)
-            d_fixed = jax.tree.map(lambda d, more: (d + more).astype(d.dtype), d_fixed, d_more)
-            return (d_moving, d_fixed), (d_params, d_logits)
-
-        shapes = jax.eval_shape(lambda: fixed_sources(kept, d_after))
-        (d_moving, d_fixed), (d_own, d_logits) = lax.scan(
-            body,
-            (d_after, _zeros(shapes, d_after)),
-            (own, layers, kept.logits),
-            reverse=True,
-        )
-        fixed = fixed_sources(kept, d_moving)
-        logits_vjp = jax.vjp(functools.partial(residual.block_logits, config), own, fixed)[1]
-        d_own, d_fixed = jax.tree.map(jnp.add, (d_own, d_fixed), logits_vjp(d_logits))
-        d_own = jax.tree.map(
-            lambda d, p: d.reshape(-1, *p.shape[1:]).astype(p.dtype), d_own, kept.whole
-        )
-        return d_own, d_moving, d_fixed, None, None, None
+        grads = differentiate(config, apply_layer, extent, kept, own, d_after, d_fixed)
+        return *grads, None, None, None
 
     rule = jax.custom_vjp(primal)
     rule.defvjp(save, derivative)
     return rule
 
 
-def _run_layers(
+def differentiate(
+    config: FrozenConfigDict,
+    apply_layer: ApplyLayer,
+    extent: Extent,
+    kept: Kept,
+    own: Params,
+    d_after: Any,
+    d_fixed: Any,
+) -> tuple[Params, Any, Any]:
+    """The backward pass of a block.
+
+    Args:
+      config: of the model.
+      apply_layer: one layer on its own parameters.
+      extent: the block's place in the stack; the number may be traced.
+      kept: from the forward pass.
+      own: the block's parameters, flat and in the compute dtype, [m, …].
+      d_after: gradient of the state after the last layer.
+      d_fixed: that of the sources, from what comes after the block.
+
+    Returns:
+      The gradients of `own` in the shapes and dtypes of the stack, of the state at the start, and
+      of the sources with what the block adds.
+    """
+    inner, start = kept.inner, kept.starts[-1]
+    if inner is None and extent.length > 1:
+        fixed = _fixed_sources(kept, d_after)
+        args = (own, start, fixed, kept.logits, kept.context, kept.whole)
+        inner = run_layers(apply_layer, extent, *args, keep=True)[1]
+
+    def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+        d_after, d_fixed = carry
+        params, layer, logits = xs
+        moving = _get(inner, start, layer - 1)
+        # Ties the sources to the loop: they would be converted, and kept, outside of it.
+        d_after, fixed = lax.optimization_barrier((d_after, kept.fixed))
+
+        def apply(params: Params, moving: Any, logits: Any, fixed: Any) -> Any:
+            if kept.made:
+                fixed = Made(fixed, kept.starts, config.dtype)
+            args = (layer, logits, extent.block, fixed, kept.context)
+            return apply_layer(unflat(params, kept.whole), moving, *args)
+
+        # Unrounded, so that the sum over the readers is fused and rounded once.
+        read = jax.tree.map(lambda d: d.astype(statistics_dtype(d.dtype)), d_fixed)
+        vjp = jax.vjp(apply, params, moving, logits, read if kept.made else fixed)[1]
+        d_params, d_moving, d_logits, d_more = vjp(d_after)
+        d_fixed = jax.tree.map(lambda d, more: (d + more).astype(d.dtype), d_fixed, d_more)
+        return (d_moving, d_fixed), (d_params, d_logits)
+
+    (d_moving, d_fixed), (d_own, d_logits) = lax.scan(
+        body, (d_after, d_fixed), (own, jnp.arange(extent.length), kept.logits), reverse=True
+    )
+    fixed = _fixed_sources(kept, d_moving)
+    logits_vjp = jax.vjp(functools.partial(residual.block_logits, config), own, fixed)[1]
+    d_own, d_fixed = jax.tree.map(jnp.add, (d_own, d_fixed), logits_vjp(d_logits))
+    d_own = jax.tree.map(
+        lambda d, p: d.reshape(-1, *p.shape[1:]).astype(p.dtype), d_own, kept.whole
+    )
+    return d_own, d_moving, d_fixed
+
+
+def _fixed_sources(kept: Kept, when: Any) -> Any:
+    return make(lax.optimization_barrier((when, kept.starts))[1]) if kept.made else kept.fixed
+
+
+def run_layers(
     apply_layer: ApplyLayer,
     extent: Extent,
     own: Params,
@@ -170,7 +194,7 @@ def _run_layers(
     whole: Params,
     keep: bool,
 ) -> tuple[Any, Any]:
-    """The state after the last layer, and `Kept.inner` if it is to be kept."""
+    """The state after the last layer of a block, and `Kept.inner` if it is to be kept."""
     inner = None
     if keep and extent.length > 1:
         later = extent.length - 1
@@ -220,11 +244,16 @@ def _slice(config: FrozenConfigDict, whole: Params, extent: Extent, when: Any) -
     """The parameters of a block, matrices in the compute dtype, to which the layers cast them."""
     first = extent.first + _zero_after(when)
 
-    def one(stack: jax.Array) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(flat(config, stack), first, extent.length)
-        return part.astype(config.dtype) if stack.ndim > 2 else part
+    parts = [
+        lax.dynamic_slice_in_dim(flat(config, stack), first, extent.length)
+        for stack in jax.tree.leaves(whole)
+    ]
+    return cast(config, jax.tree.unflatten(jax.tree.structure(whole), parts))
 
-    return jax.tree.map(one, whole)
+
+def cast(config: FrozenConfigDict, own: Params) -> Params:
+    """Stacked matrices in the compute dtype, vectors as they are."""
+    return jax.tree.map(lambda p: p.astype(config.dtype) if p.ndim > 2 else p, own)
 
 
 def flat(config: FrozenConfigDict, stack: jax.Array) -> jax.Array:
@@ -238,14 +267,3 @@ def flat(config: FrozenConfigDict, stack: jax.Array) -> jax.Array:
 def unflat(layer: Params, whole: Params) -> Params:
     """The parameters of one layer in the shapes that it wants, from flat ones."""
     return jax.tree.map(lambda p, w: p.reshape(w.shape[1:]), layer, whole)
-
-
-def _zeros(sources: Any, when: Any) -> Any:
-    """Where the sources' gradients add up."""
-
-    def one(source: jax.ShapeDtypeStruct) -> jax.Array:
-        axes = (None,) * (len(source.shape) - 3) + ("batch", "length", "embed")
-        zeros = jnp.full(source.shape, _zero_after(when), source.dtype)
-        return nn.with_logical_constraint(zeros, axes)
-
-    return jax.tree.map(one, sources)

@@ -3,7 +3,7 @@
 Parameters are stacked as [L, …] in every variant and form; the [N, L/N, …] view that the scan over
 blocks wants is made here, so a change of variant, block count or form converts nothing.
 
-B batch, T sequence, D width, L layers, N blocks, S source slots.
+B batch, T sequence, D width, L layers, N blocks, m layers of a block, S source slots.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax.models import block_rule, residual, sources_rule, variants
+from deltares_jax.models import block_rule, block_scan, residual, sources_rule, variants
 from deltares_jax.models.layers import MLP, Attention, Context, RMSNorm
 
 Params = Any
@@ -189,7 +189,6 @@ def unrolled(
     state: residual.State,
     context: Context,
     capture: bool,
-    keep_inputs: bool = True,
 ) -> tuple[residual.State, Weights]:
     """A Python loop over blocks, a scan over the layers of each.
 
@@ -204,7 +203,7 @@ def unrolled(
             extent = block_rule.Extent(block, block * _per_block(config), length)
             opened, apply_layer = state, functools.partial(_apply_layer, config)
             state = block_rule.run_block(
-                config, apply_layer, extent, params, state, starts, context, keep_inputs
+                config, apply_layer, extent, params, state, starts, context
             )
             state = residual.close_block(config, opened, state, block)
             starts = (*starts, opened)
@@ -214,29 +213,56 @@ def unrolled(
     return state, jax.tree.map(lambda *w: jnp.concatenate(w), *captured) if capture else None
 
 
+def boundaries(
+    config: FrozenConfigDict,
+    params: Params,
+    state: residual.State,
+    context: Context,
+    capture: bool,
+) -> tuple[residual.State, Weights]:
+    """A scan over blocks under one rule, see block_scan, that keeps their starts; `remat=full`.
+
+    A small program for any N, in the least memory. One more forward pass, unless m = 1.
+    """
+    if capture:
+        return scan_blocks(config, params, state, context, capture)
+    per_block = _per_block(config)
+    full, tail = divmod(config.num_layers, per_block)
+    whole = jax.tree.map(lambda p: p[: full * per_block], params)
+    apply_layer = functools.partial(_apply_layer, config)
+    state = block_scan.run(config, apply_layer, per_block, whole, state, context)
+    if tail:
+        state, _ = _apply_block(config, params, state, context, False, full, tail)
+    return state, None
+
+
 def _apply_layer(config: FrozenConfigDict, params: Params, *args: Any) -> residual.State:
     moving: Any = Layer(config, _per_block(config), False).apply({"params": params}, *args)[0]
     return moving
 
 
+MANY_BLOCKS = 16  # unrolled, a program of more takes long to compile
 FORMS: dict[str, Callable[..., tuple[residual.State, Weights]]] = {
     "blocks": scan_blocks,
     "unrolled": unrolled,
-    "boundaries": functools.partial(unrolled, keep_inputs=False),
+    "boundaries": boundaries,
 }
 
 
 def resolved_form(config: FrozenConfigDict) -> str:
     """The form that `model.scan` names.
 
-    `auto` takes the one that needs least memory: `unrolled`, and for a model that is one block
-    without sources `blocks`. Sources of every sublayer have one rule, whose name is `unrolled`.
+    `auto` takes `unrolled`, or `boundaries` where that program would be large or m is 1; `blocks`
+    for one block without sources. Sources of every sublayer have one rule, named `unrolled`.
     """
-    grows = variants.VARIANTS[config.residual.variant].grows
-    if config.scan == "auto":
-        one_block = grows != "sublayer" and _per_block(config) == config.num_layers
-        return "blocks" if one_block else "unrolled"
-    return "unrolled" if grows == "sublayer" and config.scan == "boundaries" else str(config.scan)
+    grows, per_block = variants.VARIANTS[config.residual.variant].grows, _per_block(config)
+    form = str(config.scan)
+    if form == "auto":
+        if grows != "sublayer" and per_block == config.num_layers:
+            return "blocks"
+        scanned = per_block == 1 or config.num_layers // per_block > MANY_BLOCKS
+        form = "boundaries" if scanned and config.remat == "full" else "unrolled"
+    return "unrolled" if form == "boundaries" and grows != "block" else form
 
 
 def run(
@@ -267,7 +293,7 @@ def run(
         return sources_rule.run(config, params, last, embedding_BTD, context, policy), None
     if grows == "sublayer":
         form = "blocks"
-    state = residual.start(config, embedding_BTD, listed=form != "blocks")
+    state = residual.start(config, embedding_BTD, listed=form == "unrolled")
     state, weights = FORMS[form](config, params, state, context, capture)
     reader: Any = residual.FinalReader(config)
     h_BTD, final_SBT = reader.apply({"params": last}, state)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax.models import variants
-from deltares_jax.models.routing_ops import logits_of_readers, mix, statistics_dtype
+from deltares_jax.models import routing_loops, variants
+from deltares_jax.models.routing_ops import logits_of_readers, statistics_dtype
 
 Params = Any
 
@@ -112,22 +112,25 @@ def sees(view: View, readers: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def sum_up(
-    buffer_SBTD: jax.Array, logits_RSBT: jax.Array, sees_RS: jax.Array, centered: bool
+    buffer_SBTD: jax.Array,
+    logits_RSBT: jax.Array,
+    sees_RS: jax.Array,
+    span: tuple[Any, Any],
+    centered: bool,
 ) -> list[Part]:
-    """Sums over the buffer for some readers, from their logits."""
+    """Sums over a span of the buffer for some readers, from their logits."""
     masked_RSBT = jnp.where(sees_RS[..., None, None], logits_RSBT, -jnp.inf)
     top_RBT = jnp.max(masked_RSBT, axis=1)
     finite_RBT = jnp.where(jnp.isfinite(top_RBT), top_RBT, 0.0)
     u_RSBT = jnp.exp(masked_RSBT - finite_RBT[:, None])
     sum_RBT = jnp.sum(u_RSBT, axis=1)
-    parts = []
-    for r, u_SBT in enumerate(u_RSBT):
-        total_BTD = None
-        if centered:  # as the mix is summed, so that equal logits cancel bit for bit
-            seen_SBT = jnp.broadcast_to(sees_RS[r][:, None, None], u_SBT.shape)
-            total_BTD = mix(buffer_SBTD, seen_SBT.astype(u_SBT.dtype))
-        parts.append(Part(top_RBT[r], sum_RBT[r], mix(buffer_SBTD, u_SBT), total_BTD))
-    return parts
+    R, factors = len(u_RSBT), u_RSBT
+    if centered:  # summed as the mix is, so that equal logits cancel bit for bit
+        seen_RSBT = jnp.broadcast_to(sees_RS[..., None, None], u_RSBT.shape)
+        factors = jnp.concatenate([u_RSBT, seen_RSBT.astype(u_RSBT.dtype)])
+    mixes = routing_loops.mix(buffer_SBTD, factors, span)
+    totals = mixes[R:] if centered else [None] * R
+    return [Part(*part) for part in zip(top_RBT, sum_RBT, mixes[:R], totals, strict=True)]
 
 
 def join(part: Part, singles: list[tuple[jax.Array, jax.Array]], top_BT: Any = None) -> Part:
@@ -187,7 +190,7 @@ def gather(
     """Gradients of sources from the readers whose gradients lie in the buffer, reader j in j + 1.
 
     Args:
-      ops: routing_ops or routing_kernels, whose `mix_and_dot` is used.
+      ops: routing_loops or routing_kernels, whose `mix_and_dot` is used.
       buffer_SBTD: gradients of the mixes of the readers for which `sees_RK` holds.
       values_KBTD: the sources.
       sees_RK: which reader sees which of them.

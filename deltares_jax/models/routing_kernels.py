@@ -72,20 +72,7 @@ def read(
     eps: float,
     centered: bool,
 ) -> tuple[list[jax.Array], jax.Array, jax.Array, Any]:
-    """Sums over the sources of each reader, by an online softmax.
-
-    Args:
-      buffer_SBTD: the sources.
-      direction_RD: query times gain.
-      span: the first slot, and the last plus 1.
-      end_R: the slot where a reader's view ends, inside the span.
-      eps: the epsilon of the key norm.
-      centered: also sum the sources as they are.
-
-    Returns:
-      With u = exp(logit − top): Σ u s as [B, T, D] for each reader; top and Σ u, [R, B, T] (−inf
-      and 0 without sources); Σ s of the span, or None.
-    """
+    """As `routing_loops.read`."""
     D = buffer_SBTD.shape[-1]
     R = len(direction_RD)
     bounds = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in (*span, *end_R)])
@@ -101,7 +88,7 @@ def read(
 def mix_and_dot(
     buffer_SBTD: jax.Array, factors_RSBT: jax.Array, others_RBTD: jax.Array, span: Any
 ) -> tuple[list[jax.Array], jax.Array]:
-    """As `routing_ops.mix_and_dot`."""
+    """As `routing_loops.mix_and_dot`."""
     R = len(factors_RSBT)
     bounds = jnp.stack([jnp.asarray(bound, jnp.int32) for bound in span])
     arrays = [jnp.swapaxes(factors_RSBT, 1, 2), jnp.swapaxes(others_RBTD, 2, 3)]

@@ -135,18 +135,3 @@ def route(
 def mix(values_SBTD: jax.Array, factors_SBT: jax.Array) -> jax.Array:
     """The sum of the sources times their factors, [B, T, D] in the factors' dtype."""
     return jnp.sum(factors_SBT[..., None] * values_SBTD.astype(factors_SBT.dtype), axis=0)
-
-
-def mix_and_dot(
-    values_SBTD: jax.Array, factors_RSBT: jax.Array, others_RBTD: jax.Array, span: Any
-) -> tuple[list[jax.Array], jax.Array]:
-    """Mixes [B, T, D] for each row of factors, and the dot products of values and others.
-
-    Factors are 0 outside of the slots span[0] … span[1] − 1, and the dot products, [R, S, B, T],
-    mean nothing there: a kernel may leave these slots out.
-    """
-    dots = [
-        jnp.sum(values_SBTD.astype(factors_RSBT.dtype) * other_BTD[None], axis=-1)
-        for other_BTD in others_RBTD.astype(factors_RSBT.dtype)
-    ]
-    return [mix(values_SBTD, factors_SBT) for factors_SBT in factors_RSBT], jnp.stack(dots)

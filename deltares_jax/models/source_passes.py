@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax.models import reader_rule, routing_kernels, routing_ops
+from deltares_jax.models import reader_rule, routing_kernels, routing_loops
 from deltares_jax.models.reader_rule import Part, Readers, Stats, View
 from deltares_jax.models.routing_ops import logits_of_readers, statistics_dtype
 
@@ -43,16 +43,13 @@ class Passes:
         self.centered: bool = config.residual.centered
         self.wide = statistics_dtype(config.dtype)
         self.has_table = config.residual.kernel == "batched"
-        self.ops: Any = routing_kernels if config.residual.kernel == "pallas" else routing_ops
+        self.ops: Any = routing_kernels if config.residual.kernel == "pallas" else routing_loops
 
     def empty_buffer(self, embedding_BTD: jax.Array) -> jax.Array:
         """The buffer [S, B, T, D] with the embedding in its first slot."""
         shape = (1 + len(self.view.end_R), *embedding_BTD.shape)
-        # Other passes read all slots, and give those that are not there a weight of 0.
-        make = lax.empty if self.ops is routing_kernels else jnp.zeros
-        return lax.dynamic_update_index_in_dim(
-            make(shape, embedding_BTD.dtype), embedding_BTD, 0, 0
-        )
+        buffer = lax.empty(shape, embedding_BTD.dtype)
+        return lax.dynamic_update_index_in_dim(buffer, embedding_BTD, 0, 0)
 
     def empty_table(self, buffer: jax.Array) -> Any:
         """Where the logits of all readers on all slots go, [S, R, B, T]; None if not wanted."""
@@ -78,9 +75,11 @@ class Passes:
             return None
         return lax.map(lambda value: self._logits(value[None], readers)[:, 0], buffer)
 
-    def parts(self, buffer: jax.Array, table: Any, readers: Readers, layer: Any) -> list[Part]:
-        """Sums of the two readers of a layer over what was written before it."""
-        return self._sums(buffer, table, readers, 2 * layer, 2, 1 + 2 * layer, self.centered)
+    def parts(
+        self, buffer: jax.Array, table: Any, readers: Readers, first: Any, count: int
+    ) -> list[Part]:
+        """Sums of the readers from `first` on over what was written before them."""
+        return self._sums(buffer, table, readers, first, count, 1 + first, self.centered)
 
     def last_part(self, buffer: jax.Array, table: Any, readers: Readers) -> Part:
         """Sums of the model's last reader over all sources."""
@@ -98,27 +97,20 @@ class Passes:
         centered: bool,
     ) -> list[Part]:
         """Sums of some readers over the slots before `end`."""
-        numbers = first + jnp.arange(count)
-        if self.ops is routing_kernels:
+        numbers, span = first + jnp.arange(count), (self.view.first, end)
+        if table is None:
             some = readers.at(first, count)
             direction = some.query_RD * some.gain_RD
             ends = jnp.minimum(jnp.asarray(self.view.end_R)[numbers], end)
-            span = (self.view.first, end)
             args = (buffer, direction, span, ends, self.eps, centered)
-            mixes, tops, sums, total = routing_kernels.read(*args)
+            mixes, tops, sums, total = self.ops.read(*args)
             # The total is that of the whole span, which a reader sees whole or not at all.
             totals = [total if total is None else total * (e > span[0]) for e in ends]
             return [Part(*part) for part in zip(tops, sums, mixes, totals, strict=True)]
         slots = jnp.arange(len(buffer))
         sees = reader_rule.sees(self.view, numbers, slots) & (slots < end)[None]
-        logits = self._rows(buffer, table, readers, first, count)
-        return reader_rule.sum_up(buffer, logits, sees, centered)
-
-    def _rows(self, buffer: Any, table: Any, readers: Readers, first: Any, count: int) -> jax.Array:
-        """The logits of some readers on all slots, [count, S, B, T]."""
-        if table is None:
-            return self._logits(buffer, readers.at(first, count))
-        return jnp.swapaxes(lax.dynamic_slice_in_dim(table, first, count, 1), 0, 1)
+        logits = jnp.swapaxes(lax.dynamic_slice_in_dim(table, first, count, 1), 0, 1)
+        return reader_rule.sum_up(buffer, logits, sees, span, centered)
 
     def gather(
         self, buffer: Any, values: Any, slot: Any, readers: Readers, stats: Stats, back: Back

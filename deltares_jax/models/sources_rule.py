@@ -18,7 +18,6 @@ added to it; taken back from its last, rounded value it would be off by more wit
 B batch, T sequence, D width, L layers, S slots, R readers.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -27,10 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax.models import kept as kept_lib
 from deltares_jax.models import reader_rule, residual, variants
 from deltares_jax.models.block_rule import flat, unflat
-from deltares_jax.models.layers import Context, apply_sublayer
+from deltares_jax.models.kept import Sublayers
+from deltares_jax.models.layers import Context
 from deltares_jax.models.reader_rule import Part, Readers, Stats
 from deltares_jax.models.routing_ops import statistics_dtype
 from deltares_jax.models.source_passes import Back, Passes
@@ -97,45 +96,49 @@ class _Depth:
     """Forward and backward pass of the rule for one model."""
 
     def __init__(self, config: FrozenConfigDict, policy: Any):
-        self.config, self.policy = config, policy
+        self.config, self.sublayers = config, Sublayers(config, policy)
         self.row = variants.VARIANTS[config.residual.variant]
         self.view = reader_rule.view(config)
         self.wide = statistics_dtype(config.dtype)
         self.passes = Passes(config, self.view)
         self.summed = self.row.stream == "accumulate" and self.row.appends == "output"
+        # More layers in a group would read the buffer less often, and its own sources more often.
+        self.group = 2 if config.num_layers % 2 == 0 else 1
 
     def forward(
         self, sublayers: Params, readers: Readers, embedding_BTD: jax.Array, context: Context
     ) -> tuple[jax.Array, Any]:
         """The input of the final norm, and what the backward pass reads."""
-        L = self.config.num_layers
+        L, G = self.config.num_layers, self.group
         buffer = _pin(self.passes.empty_buffer(embedding_BTD))
         table = self.passes.append(self.passes.empty_table(buffer), embedding_BTD[None], readers, 0)
         stream = None if self.row.stream == "discard" else embedding_BTD
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
             buffer, table, stream = carry
-            params, layer = xs
-            params = unflat(params, sublayers)
-            parts = self.passes.parts(buffer, table, readers, layer)
+            params, first = xs
+            parts = self.passes.parts(buffer, table, readers, first, 2 * G)
             made: list[Any] = []
             stats, kept = [], []
-            for k, kind in enumerate(variants.SUBLAYERS):
-                number = 2 * layer + k
-                x, own = self._read(number, parts[k], readers.at(number, 1), made, stream)
-                y, residuals = self._apply(kind, params, x, context)
+            for place, part in enumerate(parts):
+                number, (before, here) = first + place, self._split(made, place)
+                reader, kind = readers.at(number, 1), variants.SUBLAYERS[place % 2]
+                part = self._join(number, part, reader, before)
+                x, own = self._read(number, part, reader, here, stream)
+                own_params = _layer(params, sublayers, place // 2)
+                y, residuals = self.sublayers.apply(kind, own_params, x, context)
                 stream = None if stream is None else stream + y
                 made.append(residual.appended(self.config, y, stream))
                 stats.append(own)
                 kept.append(residuals)
             # Nothing may read the buffer once it is written to: it would be copied.
             buffer, made = lax.optimization_barrier((buffer, made))
-            for k, value in enumerate(made):
-                table = self.passes.append(table, value[None], readers, 1 + 2 * layer + k)
-            buffer = _put(buffer, made, 1 + 2 * layer)
+            for place, value in enumerate(made):
+                table = self.passes.append(table, value[None], readers, 1 + first + place)
+            buffer = _put(buffer, made, 1 + first)
             return (buffer, table, stream), (jax.tree.map(_stack, *stats), kept)
 
-        xs = (jax.tree.map(functools.partial(flat, self.config), sublayers), jnp.arange(L))
+        xs = (self._groups(sublayers), 2 * G * jnp.arange(L // G))
         (buffer, table, stream), (stats, kept) = lax.scan(body, (buffer, table, stream), xs)
         stats = jax.tree.map(lambda s: s.reshape(2 * L, *s.shape[2:]), stats)
         if self.row.final_read:
@@ -149,7 +152,7 @@ class _Depth:
     def backward(self, residuals: Any, d_out_BTD: jax.Array) -> tuple[Any, ...]:
         """Gradients of the arguments of `forward`."""
         sublayers, readers, context, (buffer, stats, kept) = residuals
-        L = self.config.num_layers
+        L, G = self.config.num_layers, self.group
         table = self.passes.table_of(buffer, readers)
         stream = jnp.sum(buffer[: 1 + 2 * L].astype(self.wide), axis=0) if self.summed else None
         d_stream = None if self.row.stream == "discard" else d_out_BTD
@@ -163,39 +166,48 @@ class _Depth:
 
         def body(carry: Any, xs: Any) -> tuple[Any, Params]:
             buffer, stream, d_stream, back = carry
-            params, layer, kept = xs
-            params = unflat(params, sublayers)
-            slot = 1 + 2 * layer
-            values = lax.dynamic_slice_in_dim(buffer, slot, 2)
-            d_values, back = self.passes.gather(buffer, values, slot, readers, stats, back)
-            parts = self.passes.parts(buffer, table, readers, layer)
-            d_params: Params = {}
-            d_mixes: list[Any] = [None, None]
-            for k in (1, 0):
-                kind, number = variants.SUBLAYERS[k], 2 * layer + k
-                made, top = [v.astype(self.wide) for v in values[:k]], stats.top_RBT[number]
-                before, stream = self._stream_before(k, buffer, values, slot, stream)
-                x, pull_read, own = self._read_again(
-                    number, parts[k], readers.at(number, 1), made, before, top
-                )
+            params, first, kept = xs
+            parts = self.passes.parts(buffer, table, readers, first, 2 * G)
+            d_params: list[Params] = [{} for _ in range(G)]
+            d_mixes: list[Any] = [None] * (2 * G)
+            for place in reversed(range(2 * G)):
+                number, k, layer = first + place, place % 2, place // 2
+                kind, slot = variants.SUBLAYERS[k], 1 + number - k
+                if k == 1:
+                    two = lax.dynamic_slice_in_dim(buffer, slot, 2)
+                    d_values, back = self.passes.gather(buffer, two, slot, readers, stats, back)
+                    values = [*lax.dynamic_slice_in_dim(buffer, 1 + first, place - 1), *two]
+                before, here = self._split(values[:place], place)
+                reader, here = readers.at(number, 1), [v.astype(self.wide) for v in here]
+                part = self._join(number, parts[place], reader, before)
+                h, stream = self._stream_before(place, buffer, values, 1 + first, stream)
+                top = stats.top_RBT[number]
+                x, pull_read, own = self._read_again(number, part, reader, here, h, top)
                 d_y = d_values[k].astype(self.wide)
                 d_y = d_y if d_stream is None else d_y + d_stream
-                pull = self._derivative(kind, params, x, context, kept[k])
+                own_params = _layer(params, sublayers, layer)
+                pull = self.sublayers.derivative(kind, own_params, x, context, kept[place])
                 d_own, d_x = pull(d_y.astype(self.config.dtype))
-                (d_sum, d_mixes[k]), d_reader, d_made, d_read = pull_read(d_x)
-                d_params |= d_own
+                (d_sum, d_mix), d_reader, d_made, d_read = pull_read(d_x)
+                d_params[layer] |= d_own
+                d_mixes[place] = d_mix.astype(buffer.dtype)
                 if d_stream is not None:
                     d_stream = (d_stream if self.row.appends == "output" else d_y) + d_read
-                if made:
+                if here:
                     d_values[0] = d_values[0].astype(self.wide) + d_made[0]
                 back = back.add(number, d_reader, -own.sum_RBT * d_sum)
-            buffer, d_mixes = lax.optimization_barrier((buffer, d_mixes))
-            buffer = _put(buffer, d_mixes, slot)
+                if place:  # One sublayer runs again after the other, or both would be kept.
+                    mix, _ = lax.optimization_barrier((parts[place - 1].mix_BTD, d_sum))
+                    parts[place - 1] = parts[place - 1]._replace(mix_BTD=mix)
+                if k == 0:
+                    done = (buffer, stream, d_mixes[place : place + 2])
+                    buffer, stream, mixes = lax.optimization_barrier(done)
+                    buffer = _put(buffer, mixes, slot)
             d_stream = None if d_stream is None else d_stream.astype(self.config.dtype)
-            return (buffer, stream, d_stream, back), d_params
+            return (buffer, stream, d_stream, back), jax.tree.map(_stack, *d_params)
 
         carry = (buffer, stream, d_stream, back)
-        xs = (jax.tree.map(functools.partial(flat, self.config), sublayers), jnp.arange(L), kept)
+        xs = (self._groups(sublayers), 2 * G * jnp.arange(L // G), kept)
         (buffer, _, d_stream, back), d_layers = lax.scan(body, carry, xs, reverse=True)
         d_embedding = jnp.zeros((), self.wide) if d_stream is None else d_stream
         if self.row.seeded:
@@ -203,6 +215,34 @@ class _Depth:
             d_embedding += d_first[0]
         d_layers = jax.tree.map(lambda d, p: d.reshape(p.shape), d_layers, sublayers)
         return d_layers, back.d_readers, d_embedding.astype(buffer.dtype), None
+
+    def _groups(self, sublayers: Params) -> Params:
+        """The parameters of the layers as [L/G, G, …]."""
+
+        def one(stack: jax.Array) -> jax.Array:
+            stack = flat(self.config, stack)
+            return stack.reshape(-1, self.group, *stack.shape[1:])
+
+        return jax.tree.map(one, sublayers)
+
+    def _split(self, made: list[Any], place: int) -> tuple[list[Any], list[Any]]:
+        """The sources that a group made before a sublayer: by earlier layers, and by its own."""
+        own = place - place % 2
+        return made[:own], made[own:]
+
+    def _logits(self, number: Any, values: list[Any], reader: Readers) -> list[jax.Array]:
+        eps, count = self.config.norm_eps, jnp.asarray(self.view.count_R)[number]
+        # A single source has weight 1 whatever its logit.
+        return [
+            jnp.where(count > 1, reader_rule.source_logit(value, reader, eps), 0.0)
+            for value in values
+        ]
+
+    def _join(self, number: Any, part: Part, reader: Readers, values: list[Any]) -> Part:
+        if not values:
+            return part
+        logits = self._logits(number, values, reader)
+        return reader_rule.join(part, list(zip(values, logits, strict=True)))
 
     def _read(
         self,
@@ -218,14 +258,10 @@ class _Depth:
 
         `more` is added to Σ u and to the mix.
         """
-        eps, count = self.config.norm_eps, jnp.asarray(self.view.count_R)[number]
+        count = jnp.asarray(self.view.count_R)[number]
         values = [] if reader.null_RD is None else [reader.null_RD[None]]
         values += made + ([stream] if self.row.live == "always" else [])
-        # A single source has weight 1 whatever its logit.
-        logits = [
-            jnp.where(count > 1, reader_rule.source_logit(value, reader, eps), 0.0)
-            for value in values
-        ]
+        logits = self._logits(number, values, reader)
         part = reader_rule.join(part, list(zip(values, logits, strict=True)), top)
         part = part._replace(sum_BT=part.sum_BT + more[0])
         mix = reader_rule.mix_of(part, count) + more[1]
@@ -244,37 +280,16 @@ class _Depth:
         more = (jnp.zeros_like(part.sum_BT), jnp.zeros_like(part.mix_BTD))
         return jax.vjp(read, more, reader, made, stream, has_aux=True)
 
-    def _function(self, kind: str) -> Any:
-        def function(params: Params, x: jax.Array, context: Context) -> jax.Array:
-            return apply_sublayer(self.config, params, kind, x, context)
-
-        if self.policy is None:
-            return function
-        return jax.checkpoint(function, policy=self.policy, prevent_cse=False)
-
-    def _apply(self, kind: str, params: Params, x: jax.Array, context: Context) -> Any:
-        """A sublayer's output, and what is kept of it."""
-        if self.config.remat == "full":
-            return apply_sublayer(self.config, params, kind, x, context), None
-        return kept_lib.differentiate(self._function(kind), (_own(params, kind), x), context)
-
-    def _derivative(
-        self, kind: str, params: Params, x: jax.Array, context: Context, kept: Any
-    ) -> Any:
-        args = (_own(params, kind), x)
-        if kept is None:
-            return jax.vjp(lambda p, x: apply_sublayer(self.config, p, kind, x, context), *args)[1]
-        return kept_lib.load(kept, args, context)
-
-    def _stream_before(self, k: int, buffer: Any, values: Any, slot: Any, after: Any) -> Any:
+    def _stream_before(self, place: int, buffer: Any, values: Any, slot: Any, after: Any) -> Any:
         """The stream at a sublayer, and as a sum in float32 from the one after it."""
         if self.row.stream == "discard":
             return None, None
         if self.summed:
-            before = after - values[k].astype(after.dtype)
+            before = after - values[place].astype(after.dtype)
             return before.astype(buffer.dtype), before
-        return lax.dynamic_index_in_dim(buffer, slot - 1 + k, 0, keepdims=False), None
+        return lax.dynamic_index_in_dim(buffer, slot - 1 + place, 0, keepdims=False), None
 
 
-def _own(params: Params, kind: str) -> Params:
-    return {name: params[name] for name in (f"{kind}_norm", kind)}
+def _layer(group: Params, whole: Params, layer: int) -> Params:
+    """The parameters of one layer of a group in the shapes that it wants."""
+    return unflat(jax.tree.map(lambda p: p[layer], group), whole)
