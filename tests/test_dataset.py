@@ -113,6 +113,14 @@ def test_tokenizer_that_changed_under_its_name_is_refused(tiny, corpora, bpe, tm
     opened(tiny, eval__sets=f"x={before}")
 
 
+def test_source_without_held_out_text_is_told(tiny, corpora):
+    long, short = corpora / "long", corpora / "short"
+    data = opened(tiny, data__mixture=f"{long}=1,{short}=1", eval__every=1)
+    assert list(data.eval_sets) == [str(long)]
+    told = [line for line in data.describe(0) if "no validation split" in line]
+    assert told == [f"{short}: has no validation split to evaluate on"]
+
+
 def test_tokenizer_that_moved_is_known_by_its_content(tiny, corpora, bpe, tmp_path):
     tokenizer = tokens.get_tokenizer(str(bpe))
     prepare_files(tmp_path / "out", corpora / "in" / "long", tokenizer=tokenizer)

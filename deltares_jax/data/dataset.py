@@ -115,6 +115,8 @@ class Data:
             lines.append(
                 f"{name}: next is row {seen + 1:,} of {size:,} in epoch {epoch + 1}{share}"
             )
+            if self.eval_sets and "validation" not in self.parts[name].rows:
+                lines.append(f"{name}: has no validation split to evaluate on")
         return lines
 
 
