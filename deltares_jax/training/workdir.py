@@ -25,18 +25,22 @@ CHECKPOINTS = "checkpoints"
 _PACKAGES = ("deltares-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
-def open_workdir(path: str) -> pathlib.Path:
+def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
     """The absolute folder of a run, created and tried for writing.
+
+    Args:
+      path: of the folder.
+      flag: that gave it, for errors.
 
     Raises:
       ValueError: it is a file, is not writable, or is a checkpoint's folder inside a run.
     """
-    config_checks.local_folder("--workdir", path)
+    config_checks.local_folder(flag, path)
     workdir = pathlib.Path(path).expanduser().absolute()
     for parent in workdir.parents:
         if (parent / CHECKPOINTS).is_dir() or (parent / RUN).is_file():
             raise ValueError(
-                f"--workdir={path} is inside the run {parent}; give the run's folder itself"
+                f"{flag}={path} is inside the run {parent}; give the run's folder itself"
             )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -44,7 +48,7 @@ def open_workdir(path: str) -> pathlib.Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"--workdir={path} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{flag}={path} cannot be written: {error.strerror}") from None
     return workdir
 
 
