@@ -96,6 +96,8 @@ def default() -> ConfigDict:
             "eps": 1e-8,
             "clip_norm": 1.0,  # of the global norm; 0 is off
             "z_loss": 0.0,
+            "routing_learning_rate": 0.0,  # peak of the routing parameters; 0: as of all others
+            "freeze_base": False,  # routing parameters alone are trained
         }
     )
     config.eval = ConfigDict(
@@ -205,6 +207,8 @@ def notes(config: FrozenConfigDict) -> list[str]:
     """What start-up should say about the config: options without effect, readers without choice."""
     residual, lines = config.model.residual, []
     row = variants.VARIANTS[residual.variant]
+    if config.optim.routing_learning_rate and row.routing == "none":
+        lines.append(f"optim.routing_learning_rate has no effect on {residual.variant}")
     if row.grows != "block":
         lines.append(f"model.residual.num_blocks has no effect on {residual.variant}")
         return lines

@@ -54,6 +54,7 @@ AT_LEAST: dict[str, float] = {
     "optim.b2": 0,
     "optim.clip_norm": 0,
     "optim.z_loss": 0,
+    "optim.routing_learning_rate": 0,
     "eval.every": 0,
     "eval.rows": 1,
     "eval.batch_size": 1,
@@ -153,6 +154,7 @@ def combinations(flat: Flat) -> None:
     _residual(flat)
     _batch(flat)
     _schedule(flat)
+    _routing_optimizer(flat)
     rest = [key for key in MESH_AXES if flat[key] == -1]
     if len(rest) > 1:
         raise ValueError(f"{' and '.join(rest)} are -1; one axis at most may take the rest")
@@ -254,6 +256,20 @@ def _schedule(flat: Flat) -> None:
     if final > peak:
         raise ValueError(
             f"optim.final_learning_rate={final} must not exceed optim.learning_rate={peak}"
+        )
+
+
+def _routing_optimizer(flat: Flat) -> None:
+    rate, name = flat["optim.routing_learning_rate"], flat["model.residual.variant"]
+    if rate and not flat["optim.learning_rate"]:
+        raise ValueError(
+            f"optim.routing_learning_rate={rate} follows the schedule of optim.learning_rate, "
+            "which must be above 0; optim.freeze_base=True trains routing parameters alone"
+        )
+    if flat["optim.freeze_base"] and variants.VARIANTS[name].routing == "none":
+        raise ValueError(
+            f"optim.freeze_base=True trains routing parameters alone, but {name} has none; use "
+            "another model.residual.variant"
         )
 
 

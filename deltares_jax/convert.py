@@ -59,7 +59,9 @@ def main(verb: str) -> None:
         asked = {name: flag.value for name, flag in own.items() if name != "hf"}
         importing.convert(own["hf"].value, _OUT.value, asked)
         return
-    raise ValueError("not there yet")
+    from deltares_jax.interop import exporting
+
+    exporting.export(own["workdir"].value, own["step"].value, _OUT.value)
 
 
 if __name__ == "__main__":

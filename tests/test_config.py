@@ -498,6 +498,8 @@ RESUME = {
     "optim.eps": ("fixed", 1e-6),
     "optim.clip_norm": ("fixed", 0.5),
     "optim.z_loss": ("fixed", 1e-4),
+    "optim.routing_learning_rate": ("fixed", 5e-3),
+    "optim.freeze_base": ("fixed", True),
     "eval.every": ("free", 50),
     "eval.rows": ("free", 32),
     "eval.batch_size": ("free", 4),

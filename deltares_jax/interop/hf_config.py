@@ -217,6 +217,11 @@ def _layer_type(values: dict[str, Any]) -> str:
     return mode if mode in _OURS_ALONE else "full_attention"
 
 
+def is_ours_alone(values: dict[str, Any]) -> bool:
+    """Whether the released code has no counterpart of a routed model, by its config.json."""
+    return _layer_type(values) != "full_attention"
+
+
 def write(
     model: FrozenConfigDict, dtype: str, seq_len: int, source: dict[str, Any]
 ) -> dict[str, Any]:

@@ -13,11 +13,10 @@ from deltares_jax.data import tokens
 from deltares_jax.interop import files, hf_config, names
 from deltares_jax.models import sizes, variants
 from deltares_jax.printing import human_count, say
-from deltares_jax.training import checkpoint
+from deltares_jax.training import checkpoint, optim
 from deltares_jax.training import workdir as workdir_lib
 
-KEPT = "hf"  # the folder in a run that holds config.json and what goes with the weights
-_OURS = {KEPT, workdir_lib.CHECKPOINTS, workdir_lib.CONFIG, workdir_lib.RUN, ".lock"}
+_OURS = {workdir_lib.KEPT, workdir_lib.CHECKPOINTS, workdir_lib.CONFIG, workdir_lib.RUN, ".lock"}
 
 
 def _residual(found: dict[str, Any] | None, asked: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -149,7 +148,7 @@ def convert(hf: str, out: str, asked: dict[str, Any]) -> None:
     if hf_config.ignores_null_source(values):
         left_out |= {n for n in stored if n.endswith(names.NULL_SOURCES)}
     plain = values["model_type"] == hf_config.PLAIN
-    needed = {n: t for n, t in wanted.items() if not (plain and names.is_routing(t.leaf))}
+    needed = {n: t for n, t in wanted.items() if not (plain and optim.is_routing(t.leaf))}
     files.check(stored, needed, left_out, folder)
 
     from deltares_jax.interop import placing
@@ -183,10 +182,11 @@ def convert(hf: str, out: str, asked: dict[str, Any]) -> None:
 def _save(
     target: pathlib.Path, config: FrozenConfigDict, params: Any, folder: pathlib.Path
 ) -> None:
-    (target / KEPT).mkdir(exist_ok=True)
+    kept = target / workdir_lib.KEPT
+    kept.mkdir(exist_ok=True)
     for name in (hf_config.FILE, *files.COMPANIONS):
         if (folder / name).exists():
-            shutil.copyfile(folder / name, target / KEPT / name)
+            shutil.copyfile(folder / name, kept / name)
     import jax
 
     workdir_lib.write_run_files(target, config, jax.devices())

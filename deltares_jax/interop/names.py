@@ -74,11 +74,6 @@ class Tensor(NamedTuple):
         return np.ascontiguousarray(array.T) if self.linear else array
 
 
-def is_routing(leaf: str) -> bool:
-    """Whether a parameter belongs to a reader, by its path."""
-    return "_reader/" in leaf
-
-
 def abstract_params(model: FrozenConfigDict) -> Any:
     """Shapes and dtypes of our parameters."""
     return jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401 - numpy learns bfloat16
 import numpy as np
 import safetensors
 from jax import lax
@@ -22,7 +21,7 @@ from deltares_jax.interop import files, hf_config, names
 from deltares_jax.models import transformer
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import sharding
-from deltares_jax.training import checkpoint
+from deltares_jax.training import checkpoint, optim
 
 
 def _mesh(model: FrozenConfigDict) -> Mesh:
@@ -55,7 +54,7 @@ def _fresh(model: FrozenConfigDict, like: Any) -> dict[str, jax.Array]:
 
     def make() -> dict[str, jax.Array]:
         start = by_path(transformer.init(model, jax.random.key(0)))
-        return {k: v if names.is_routing(k) else jnp.zeros_like(v) for k, v in start.items()}
+        return {k: v if optim.is_routing(k) else jnp.zeros_like(v) for k, v in start.items()}
 
     return jax.jit(make, out_shardings={k: v.sharding for k, v in by_path(like).items()})()
 

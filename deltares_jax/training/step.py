@@ -81,9 +81,11 @@ def train_step(
     """One update. With a loss or gradient that is not finite the state comes back unchanged.
 
     Metrics: `loss` (mean over the valid targets, without the z-loss), `grad_norm` (before
-    clipping), `learning_rate` (the one used), `tokens` (valid targets), `finite`.
+    clipping), `learning_rate` (the one used; `routing_learning_rate` where it has its own),
+    `tokens` (valid targets), `finite`.
     """
     sums, grads = gradients(config, state.params, batch)
+    grads = optim.without_frozen(config, grads)
     loss = sums.loss / jnp.maximum(sums.weight, 1.0)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -97,6 +99,9 @@ def train_step(
         "tokens": sums.weight,
         "finite": finite,
     }
+    if config.optim.routing_learning_rate:
+        scale = optim.routing_scale(config)
+        metrics["routing_learning_rate"] = metrics["learning_rate"] * scale
     return new_state, metrics
 
 

@@ -21,6 +21,7 @@ CONFIG = "config.json"
 RUN = "run.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+KEPT = "hf"  # of an imported model: its config.json, and what goes with the weights
 
 _PACKAGES = ("deltares-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
