@@ -56,6 +56,8 @@ def default() -> ConfigDict:
     Lengths are in tokens, batch sizes in sequences over all devices, cadences in steps.
     """
     config = ConfigDict()
+    config.init_from = ""  # RUN or RUN@STEP: the weights of another run, where there is no own
+    config.init_optimizer = False  # of init_from also optimizer, step and position in the data
     config.model = _default_model()
     config.data = ConfigDict(
         {
@@ -228,6 +230,8 @@ def notes(config: FrozenConfigDict) -> list[str]:
 # What a resumed run may change, by the longest matching prefix: `fixed` is refused, `free` is
 # logged, `upwards` may only grow, `data` needs data.allow_change.
 RESUME = {
+    "init_from": "free",
+    "init_optimizer": "free",
     "model": "fixed",
     "model.remat": "free",
     "model.scan": "free",
@@ -269,6 +273,35 @@ def changed_on_resume(saved: dict[str, Any], config: FrozenConfigDict) -> list[s
     Raises:
       ValueError: a change is not allowed; lists every such key with both values.
     """
+    allowed, refused = _changes(saved, config)
+    if refused:
+        raise ValueError(
+            f"this run cannot be resumed with {'; '.join(refused)} (saved → asked); "
+            "use another --workdir, or the saved values"
+        )
+    return allowed
+
+
+def changed_on_init(saved: dict[str, Any], config: FrozenConfigDict) -> list[str]:
+    """Lines `key: old → new` of what a run changes that starts from another's checkpoint.
+
+    The model must be the same and, when its position goes on, the data; all else is free.
+
+    Raises:
+      ValueError: lists every key that is refused, with both values.
+    """
+    allowed, refused = _changes(saved, config)
+    kept = ("model.", "data.", "train.seed") if config.init_optimizer else ("model.",)
+    bad = [line for line in refused if line.startswith(kept)]
+    if bad:
+        raise ValueError(
+            f"init_from={config.init_from} cannot start this run: {'; '.join(bad)} (saved → asked)"
+        )
+    return sorted(allowed + refused)
+
+
+def _changes(saved: dict[str, Any], config: FrozenConfigDict) -> tuple[list[str], list[str]]:
+    """Lines of the changes that a resumed run may make, and of those that it may not."""
     old, new = flatten(saved), flatten(config)
     allowed: list[str] = []
     refused: list[str] = []
@@ -283,9 +316,4 @@ def changed_on_resume(saved: dict[str, Any], config: FrozenConfigDict) -> list[s
         why = " (float64 is kept as float64 in checkpoints)" if wide else ""
         why += " (data.allow_change=True allows it)" if other_data else ""
         (refused if bad else allowed).append(f"{key}: {before} → {after}{why}")
-    if refused:
-        raise ValueError(
-            f"this run cannot be resumed with {'; '.join(refused)} (saved → asked); "
-            "use another --workdir, or the saved values"
-        )
-    return allowed
+    return allowed, refused

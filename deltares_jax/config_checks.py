@@ -136,7 +136,7 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value} must be above 0")
         if key in MESH_AXES and value < 1 and value != -1:
             raise ValueError(f"{key}={value} must be at least 1, or -1 for all remaining devices")
-    for key in ("data.dir", "train.compile_cache"):
+    for key in ("data.dir", "train.compile_cache", "init_from"):
         local_folder(key, flat[key])
     if not flat["train.compile_cache"]:
         raise ValueError("train.compile_cache='' must be a folder, 'auto' or 'off'")
@@ -155,6 +155,8 @@ def combinations(flat: Flat) -> None:
     _batch(flat)
     _schedule(flat)
     _routing_optimizer(flat)
+    if flat["init_optimizer"] and not flat["init_from"]:
+        raise ValueError("init_optimizer=True needs init_from, a run whose optimizer goes on")
     rest = [key for key in MESH_AXES if flat[key] == -1]
     if len(rest) > 1:
         raise ValueError(f"{' and '.join(rest)} are -1; one axis at most may take the rest")

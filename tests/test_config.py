@@ -449,6 +449,8 @@ def test_config_saved_in_the_workdir_reloads_to_an_equal_one(tmp_path, values):
 
 # Resume: the rule of every key, and another value to try it with.
 RESUME = {
+    "init_from": ("free", "runs/other@7"),
+    "init_optimizer": ("free", True),
     "model.vocab_size": ("fixed", 300),
     "model.width": ("fixed", 64),
     "model.num_layers": ("fixed", 6),

@@ -1,7 +1,6 @@
 """The train loop, the data flow from top to bottom; everything that is compiled is in step.py."""
 
 import contextlib
-import functools
 import pathlib
 from typing import Any
 
@@ -9,13 +8,13 @@ import jax
 import numpy as np
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax import config as config_lib
 from deltares_jax import config_checks
 from deltares_jax.data import dataset, pipeline
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import report
 from deltares_jax.training import checkpoint, metrics, signals, step, summary
 from deltares_jax.training import programs as programs_lib
+from deltares_jax.training import start as start_lib
 from deltares_jax.training import workdir as workdir_lib
 
 
@@ -50,11 +49,9 @@ def _train(
     devices: Any,
     request: signals.StopRequest,
 ) -> dict[str, Any]:
-    # 1. What is in the run's folder: own checkpoints, else a fresh start.
+    # 1. Where the run starts: its own checkpoints, else init_from, else its seed.
     programs_lib.set_up_jax(config)
-    start = checkpoint.newest(folder)
-    resumed, meta = start or (0, {"rows_seen": 0, "tokens_seen": 0, "seconds": 0.0})
-    changes = config_lib.changed_on_resume(meta["config"], config) if resumed else []
+    start = start_lib.find(config, folder)
 
     # 2. Devices, and what each of them will hold.
     devices = mesh_lib.find_devices(config, devices)
@@ -68,28 +65,26 @@ def _train(
 
     # 3. Data.
     data = dataset.open_data(config)
-    if resumed and _other_data(config, meta, data.fingerprint):
-        changes.append(f"data: row {meta['rows_seen']} of the old → the first row of the new order")
-        meta["rows_seen"] = 0
-    lines = summary.start_lines(config, folder, machine, data, resumed, meta, changes)
-    metrics.say(*lines)
-    if resumed >= config.train.steps:
+    if start.whole and _other_data(config, start.meta, data.fingerprint):
+        start.changes.append(
+            f"data: row {start.meta['rows_seen']} of the old → the first row of the new order"
+        )
+        start.meta["rows_seen"] = 0
+    metrics.say(*summary.start_lines(config, folder, machine, data, start))
+    if start.step >= config.train.steps:
         metrics.say(
             f"this run is finished; to go on: --config.train.steps={2 * config.train.steps}"
         )
         return summary.finish(config, folder, recipe, data)
     request.check()
+
+    # 4. State: restored into its shardings, or made in them.
+    state = start_lib.make_state(config, start, abstract_state, shardings)
     workdir_lib.write_run_files(folder, config, devices)
     with (
         contextlib.closing(metrics.Writer(folder, config)) as writer,
         contextlib.closing(checkpoint.Checkpointer(folder, config.checkpoint.keep)) as checkpoints,
     ):
-        # 4. State: restored into its shardings, or made in them.
-        if resumed:
-            state = checkpoints.restore(resumed, checkpoint.abstract(abstract_state, shardings))
-        else:
-            state = jax.jit(functools.partial(step.init_state, config), out_shardings=shardings)()
-
         # 5. Programs.
         programs = programs_lib.Programs(config, mesh)
         metrics.say(
@@ -98,7 +93,7 @@ def _train(
         )
 
         # 6. Steps. The device gets the next one before the numbers of the last are read.
-        run = _Run(config, folder, checkpoints, writer, programs, data, meta, resumed)
+        run = _Run(config, folder, checkpoints, writer, programs, data, start)
         with contextlib.closing(run.progress), contextlib.closing(run.batches):
             run.steps(state, request)
     return summary.finish(config, folder, recipe, data)
@@ -127,13 +122,15 @@ class _Run:
         writer: metrics.Writer,
         programs: programs_lib.Programs,
         data: dataset.Data,
-        meta: dict[str, Any],
-        first: int,
+        start: start_lib.Start,
     ):
         self.config, self.folder, self.checkpoints = config, folder, checkpoints
         self.writer, self.programs, self.data = writer, programs, data
+        meta, first = start.meta, start.step
         self.rows_seen, self.tokens_seen = meta["rows_seen"], meta["tokens_seen"]
-        self.first, self.saved = first, first if first else None
+        self.first, self.saved = first, first if start.own else None
+        # The summary needs both ends.
+        self.always_logged = {1 if start.own else first + 1, config.train.steps}
         self.clock = metrics.Clock()
         self.earlier_seconds = meta["seconds"]
         self.progress = metrics.Progress(first, config.train.steps)
@@ -236,7 +233,7 @@ class _Run:
         self.last_read = now
         values["tokens_seen"] = self.tokens_seen
         train = self.config.train
-        if number % train.log_every == 0 or number in (1, train.steps):  # the summary needs both
+        if number % train.log_every == 0 or number in self.always_logged:
             self.writer.write(number, values)
         self.progress.update(values, number, now / (number - self.first))
 

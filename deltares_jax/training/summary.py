@@ -13,6 +13,7 @@ from deltares_jax.data.dataset import Data
 from deltares_jax.models import sizes
 from deltares_jax.training import metrics, optim
 from deltares_jax.training import workdir as workdir_lib
+from deltares_jax.training.start import Start
 
 PICTURE = "loss.png"
 
@@ -22,9 +23,7 @@ def start_lines(
     folder: pathlib.Path,
     machine: list[str],
     data: Data,
-    resumed: int,
-    meta: dict[str, Any],
-    changes: list[str],
+    start: Start,
 ) -> list[str]:
     """What will run, in a few lines.
 
@@ -33,21 +32,19 @@ def start_lines(
       folder: of the run.
       machine: lines on the devices and what they hold.
       data: what it reads.
-      resumed: the step that the run goes on from; 0 for a fresh start.
-      meta: what the checkpoint says of itself.
-      changes: lines on what the resumed run changes.
+      start: where the run starts.
     """
-    start = f"resumed at step {resumed}" if resumed else "fresh start"
+    changed = "changed on resume" if start.own else "changed"
     lines = [
-        f"{workdir_lib.shown(folder)}: {start}",
-        *(f"changed on resume: {change}" for change in changes),
+        f"{workdir_lib.shown(folder)}: {start.text}",
+        *(f"{changed}: {change}" for change in start.changes),
     ]
-    if any(change.startswith("train.steps") for change in changes):
-        old = FrozenConfigDict(meta["config"])
-        rates = [float(optim.schedule(c)(resumed + 1)) for c in (old, config)]
+    if any(change.startswith(("train.steps", "optim.")) for change in start.changes):
+        old = FrozenConfigDict(start.meta["config"])
+        rates = [float(optim.schedule(c)(start.step + 1)) for c in (old, config)]
         lines.append(f"learning rate of the next step: {rates[0]:.3e} → {rates[1]:.3e}")
     lines += machine
-    lines += data.describe(meta["rows_seen"])
+    lines += data.describe(start.meta["rows_seen"])
     if config.data.mixture:
         lines.append("data.source has no effect beside data.mixture")
     if not config.data.document_masking:
