@@ -68,7 +68,10 @@ def _write_weights(params: Any, wanted: dict[str, names.Tensor], folder: pathlib
             leaf = leaves[tensor.leaf]
             part = leaf if tensor.layer is None else _layer(leaf, tensor.layer)
             arrays[name] = tensor.to_theirs(np.asarray(part))
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode  # the library would have nobody else read it
         safetensors.numpy.save_file(arrays, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(mode)
         weight_map |= dict.fromkeys(inside, file)
         total += sum(array.nbytes for array in arrays.values())
         written.append(file)

@@ -116,6 +116,11 @@ def _fresh_lines(
     return [f"new parameters, at their start: {', '.join(listed)}"]
 
 
+def _residual_notes(config: FrozenConfigDict, asked: dict[str, Any]) -> list[str]:
+    has_blocks = variants.VARIANTS[config.model.residual.variant].grows == "block"
+    return config_lib.notes(config) if has_blocks or asked.get("num_blocks") else []
+
+
 def _open_out(out: str) -> pathlib.Path:
     """The folder to convert to; one where a conversion was cut short will do."""
     folder = workdir_lib.open_workdir(out, "--out")
@@ -168,7 +173,7 @@ def convert(hf: str, out: str, asked: dict[str, Any]) -> None:
     say(
         f"{config.model.residual.variant}: {human_count(sum(total.values()))} parameters, "
         f"{total['routing']:,} of them for routing",
-        *config_lib.notes(config),
+        *_residual_notes(config, asked),
         *_fresh_lines(config, stored, wanted),
     )
     with workdir_lib.locked(target):

@@ -12,7 +12,7 @@ from deltares_jax import config_checks
 from deltares_jax.data import dataset, pipeline
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import report
-from deltares_jax.training import checkpoint, metrics, signals, step, summary
+from deltares_jax.training import checkpoint, compare, metrics, signals, step, summary
 from deltares_jax.training import programs as programs_lib
 from deltares_jax.training import start as start_lib
 from deltares_jax.training import workdir as workdir_lib
@@ -81,6 +81,7 @@ def _train(
     # 4. State: restored into its shardings, or made in them.
     state = start_lib.make_state(config, start, abstract_state, shardings)
     workdir_lib.write_run_files(folder, config, devices)
+    workdir_lib.carry_kept(start.run, folder)
     with (
         contextlib.closing(metrics.Writer(folder, config)) as writer,
         contextlib.closing(checkpoint.Checkpointer(folder, config.checkpoint.keep)) as checkpoints,
@@ -91,6 +92,9 @@ def _train(
             f"compiled in {metrics.human_time(programs.compile_seconds)}; "
             f"one step needs {report.human_bytes(programs.peak_bytes)} a device"
         )
+
+        if start.run and not start.own and not start.whole:
+            metrics.say(compare.line(config, mesh, programs, state.params, data))
 
         # 6. Steps. The device gets the next one before the numbers of the last are read.
         run = _Run(config, folder, checkpoints, writer, programs, data, start)

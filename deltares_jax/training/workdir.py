@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -103,6 +104,12 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return {"python": platform.python_version(), **found}
+
+
+def carry_kept(source: pathlib.Path | None, folder: pathlib.Path) -> None:
+    """Copies what goes with an imported model from the run that another one starts from."""
+    if source and source != folder and (source / KEPT).is_dir():
+        shutil.copytree(source / KEPT, folder / KEPT, dirs_exist_ok=True)
 
 
 def write_run_files(
