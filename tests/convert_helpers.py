@@ -2,14 +2,28 @@
 
 import json
 import pathlib
+import re
 import shutil
 
 import ml_dtypes
 import numpy as np
+import pytest
 import safetensors.numpy
 
+from deltares_jax.interop import importing
+
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+TIED = "qwen3_v4_tied"
 TYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+
+
+def convert(source, out, **asked) -> None:
+    importing.convert(str(source), str(out), asked)
+
+
+def refuses(*words: str):
+    """Expects a ValueError of one line that holds the words in this order."""
+    return pytest.raises(ValueError, match="^.*" + ".*".join(map(re.escape, words)) + ".*$")
 
 
 def read_tensors(folder) -> dict[str, np.ndarray]:
@@ -26,7 +40,7 @@ def write_tensors(folder, tensors: dict[str, np.ndarray], shards: int = 1) -> No
     folder.mkdir(exist_ok=True)
     for old in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
         old.unlink()
-    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     if shards == 1:
         safetensors.numpy.save_file(tensors, folder / "model.safetensors")
         return

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import safetensors
 import safetensors.numpy
 from jax import lax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
@@ -17,7 +18,7 @@ from deltares_jax import config_checks
 from deltares_jax.data import tokens
 from deltares_jax.interop import files, hf_config, names, placing
 from deltares_jax.printing import say
-from deltares_jax.training import checkpoint
+from deltares_jax.training import checkpoint, signals
 from deltares_jax.training import workdir as workdir_lib
 
 _SHARD_BYTES = 5 * 10**9
@@ -102,7 +103,8 @@ def export(workdir: str, step: int | None, out: str) -> None:
       out: folder to write; it is there whole or not at all.
 
     Raises:
-      ValueError: there is no such checkpoint, or `out` is there already or cannot be written.
+      ValueError: there is no such checkpoint, or `out` is there already or cannot be made.
+      signals.Stop: it cannot be written.
     """
     target = _open_out(out)
     run, at = checkpoint.locate(workdir, step)
@@ -120,13 +122,16 @@ def export(workdir: str, step: int | None, out: str) -> None:
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"--out={out} cannot be made: {error.strerror}") from None
+    try:
         written = _write_weights(params, names.tensors(config.model), partial)
         for path in companions:
             shutil.copyfile(path, partial / path.name)
         (partial / hf_config.FILE).write_text(json.dumps(values, indent=2) + "\n")
         partial.rename(target)
-    except OSError as error:
-        raise ValueError(f"--out={out} cannot be written: {error.strerror or error}") from None
+    except (OSError, safetensors.SafetensorError) as error:
+        raise signals.Stop(f"--out={out} cannot be written: {error}", signals.CANNOT_SAVE) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     say(*_lines(config, f"{workdir_lib.shown(run)}@{at}", values, written, companions))
@@ -149,6 +154,10 @@ def _lines(
         )
     else:
         loads = f"attnres_mode={mode}: the released code loads it"
+        if config.model.residual.gate != "none":
+            loads += (
+                "; its from_pretrained sets gates back to their start, load_state_dict does not"
+            )
     passed = ", ".join(path.name for path in companions) or "none"
     count = f"{len(written)} files" if written[1:] else written[0]
     return [

@@ -13,7 +13,7 @@ from deltares_jax.data import tokens
 from deltares_jax.interop import files, hf_config, names
 from deltares_jax.models import sizes, variants
 from deltares_jax.printing import human_count, say
-from deltares_jax.training import checkpoint, optim
+from deltares_jax.training import checkpoint, optim, signals
 from deltares_jax.training import workdir as workdir_lib
 
 _OURS = {workdir_lib.KEPT, workdir_lib.CHECKPOINTS, workdir_lib.CONFIG, workdir_lib.RUN, ".lock"}
@@ -142,6 +142,7 @@ def convert(hf: str, out: str, asked: dict[str, Any]) -> None:
     Raises:
       ValueError: the checkpoint is incomplete, damaged, or of another architecture; or `out` is in
         use.
+      signals.Stop: it cannot be written.
     """
     target = _open_out(out)
     folder = files.locate(hf)
@@ -177,7 +178,10 @@ def convert(hf: str, out: str, asked: dict[str, Any]) -> None:
         *_fresh_lines(config, stored, wanted),
     )
     with workdir_lib.locked(target):
-        _save(target, config, params, folder)
+        try:
+            _save(target, config, params, folder)
+        except (OSError, checkpoint.SaveError) as error:
+            raise signals.Stop(f"--out={out}: {error}", signals.CANNOT_SAVE) from error
     say(
         f"{workdir_lib.shown(target)}: checkpoint of step 0, parameters alone",
         f"next: --config.init_from={workdir_lib.shown(target)}",
