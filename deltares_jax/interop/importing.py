@@ -5,12 +5,13 @@ import pathlib
 import shutil
 from typing import Any
 
+import jax
 import tokenizers
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
 from deltares_jax.data import tokens
-from deltares_jax.interop import files, hf_config, names
+from deltares_jax.interop import files, hf_config, names, placing
 from deltares_jax.models import sizes, variants
 from deltares_jax.printing import human_count, say
 from deltares_jax.training import checkpoint, optim, signals
@@ -157,8 +158,6 @@ def convert(hf: str, out: str, asked: dict[str, Any]) -> None:
     needed = {n: t for n, t in wanted.items() if not (plain and optim.is_routing(t.leaf))}
     files.check(stored, needed, left_out, folder)
 
-    from deltares_jax.interop import placing
-
     if left_out & stored.keys():
         if names.HEAD in left_out & stored.keys():
             placing.check_tied_head(stored)
@@ -196,8 +195,6 @@ def _save(
     for name in (hf_config.FILE, *files.COMPANIONS):
         if (folder / name).exists():
             shutil.copyfile(folder / name, kept / name)
-    import jax
-
     workdir_lib.write_run_files(target, config, jax.devices())
     checkpoints = checkpoint.Checkpointer(target, keep=1)
     try:

@@ -76,7 +76,7 @@ class Tensor(NamedTuple):
 
 def abstract_params(model: FrozenConfigDict) -> Any:
     """Shapes and dtypes of our parameters."""
-    return jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))
+    return jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
 
 
 def tensors(model: FrozenConfigDict) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
+from deltares_jax import config as config_lib
 from deltares_jax.interop import files, hf_config, names
 from deltares_jax.models import transformer
 from deltares_jax.parallel import mesh as mesh_lib
@@ -26,7 +27,7 @@ from deltares_jax.training import checkpoint, optim
 
 def _mesh(model: FrozenConfigDict) -> Mesh:
     """As many of the devices as cut the width evenly, along fsdp."""
-    devices = jax.devices()
+    devices = mesh_lib.find_devices(FrozenConfigDict(config_lib.default()))
     count = math.gcd(model.width, len(devices))
     shape = dict.fromkeys(mesh_lib.AXES, 1) | {"fsdp": count}
     return mesh_lib.make_mesh(shape, devices[:count])
