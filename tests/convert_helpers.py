@@ -5,12 +5,15 @@ import pathlib
 import re
 import shutil
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from deltares_jax.interop import importing
+from deltares_jax import config as config_lib
+from deltares_jax.interop import importing, names
+from deltares_jax.training import checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 TIED = "qwen3_v4_tied"
@@ -67,6 +70,19 @@ def copy_case(name: str, target) -> pathlib.Path:
     """A reference checkpoint that a test may change."""
     shutil.copytree(GOLDEN / name, target)
     return pathlib.Path(target)
+
+
+def random_run(folder, config, seed: int = 0, scale: float = 1.0):
+    """A run whose parameters are all random, routing included; returns them."""
+    config = config_lib.resolve(config)
+    shapes = names.abstract_params(config.model)
+    random = np.random.default_rng(seed)
+    params = jax.tree.map(lambda x: random.normal(0, scale, x.shape).astype(x.dtype), shapes)
+    writer = checkpoint.Checkpointer(folder, keep=1)
+    writer.save(3, {"params": params}, {"config": config.to_dict()})
+    writer.wait()
+    writer.close()
+    return params
 
 
 def write_released(case, folder) -> None:

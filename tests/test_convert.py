@@ -13,8 +13,8 @@ from golden_params import Case
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.interop import exporting, hf_config, importing, names
-from deltares_jax.training import checkpoint, step
+from deltares_jax.interop import exporting, hf_config, importing
+from deltares_jax.training import step
 
 CASES = ("qwen3_v4_tied", "qwen3_v4_untied", "qwen3_v5_tied", "qwen3_v5_untied")
 TOLERANCE = 1e-5  # of float32 logits
@@ -150,19 +150,6 @@ def test_released_checkpoint_is_imported_with_its_logits_and_exported_as_it_was(
     assert {k: other[k] for k in one} == one | {"rope_parameters": other["rope_parameters"]}
 
 
-def random_run(folder, config, seed=0):
-    """A run whose parameters are all random, routing included."""
-    config = config_lib.resolve(config)
-    shapes = names.abstract_params(config.model)
-    random = np.random.default_rng(seed)
-    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(x.dtype), shapes)
-    writer = checkpoint.Checkpointer(folder, keep=1)
-    writer.save(3, {"params": params}, {"config": config.to_dict()})
-    writer.wait()
-    writer.close()
-    return params
-
-
 @pytest.mark.parametrize(
     ("variant", "options"),
     [
@@ -179,7 +166,7 @@ def test_round_trip_of_every_kind_of_routing_is_bit_equal(tmp_path, tiny, varian
     """`delta_block_released` has blocks of 3, 3 and 1 layers of 7."""
     tiny.model.residual.update({"variant": variant, **options})
     tiny.model.num_layers = 7 if variant == "delta_block_released" else 2
-    params = random_run(tmp_path / "run", tiny)
+    params = helpers.random_run(tmp_path / "run", tiny)
     exporting.export(str(tmp_path / "run"), None, str(tmp_path / "out"))
     importing.convert(str(tmp_path / "out"), str(tmp_path / "again"), {})
     again = load(tmp_path / "again")

@@ -19,12 +19,16 @@ from deltares_jax.training import losses, step
 from deltares_jax.training import programs as programs_lib
 
 
-def without_routing(config: FrozenConfigDict) -> FrozenConfigDict:
-    """The config of the baseline of the same shape; it ignores the parameters of readers."""
+def without_routing(config: FrozenConfigDict, params: Any) -> tuple[FrozenConfigDict, Any]:
+    """The baseline of the same shape: its config, and the parameters that are no reader's."""
     values = config.to_dict()
     values["model"]["residual"] = config_lib.default().model.residual.to_dict()
     values["model"]["residual"]["variant"] = "baseline"
-    return FrozenConfigDict(values)
+
+    def rest(tree: dict[str, Any]) -> dict[str, Any]:
+        return {name: leaf for name, leaf in tree.items() if not name.endswith("_reader")}
+
+    return FrozenConfigDict(values), rest(params) | {"layers": rest(params["layers"])}
 
 
 def compare(config: FrozenConfigDict, params: Any, batch: step.Batch) -> dict[str, jax.Array]:
@@ -32,13 +36,13 @@ def compare(config: FrozenConfigDict, params: Any, batch: step.Batch) -> dict[st
     inputs = (batch["inputs"], batch["positions"], batch["segments"])
     head_VD = transformer.head(params)
 
-    def run(cfg: FrozenConfigDict) -> tuple[jax.Array, jax.Array]:
+    def run(cfg: FrozenConfigDict, params: Any) -> tuple[jax.Array, jax.Array]:
         hidden_BTD = transformer.apply(cfg.model, params, *inputs).hidden_BTD
         sums = losses.cross_entropy_sums(hidden_BTD, head_VD, batch["targets"], batch["weights"])
         return hidden_BTD, sums.loss / sums.weight
 
-    hidden_BTD, loss = run(config)
-    plain_BTD, plain = run(without_routing(config))
+    hidden_BTD, loss = run(config, params)
+    plain_BTD, plain = run(*without_routing(config, params))
     difference = losses.largest_logit_difference(hidden_BTD, plain_BTD, head_VD)
     return {"loss": loss, "plain": plain, "difference": difference}
 
