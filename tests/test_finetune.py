@@ -80,7 +80,6 @@ def test_start_tells_what_routing_changes(plain, finetune, tmp_path, capsys):
     convert(plain, tmp_path / "other", variant="delta_block", num_blocks=2, centered=False)
     finetune.model.residual.centered = False
     finetune.init_from = str(tmp_path / "other")
-    finetune.train.steps = 1
     rows = train(finetune, tmp_path / "run")
     found = re.search(
         r"loss (\S+), without routing (\S+); largest difference of a logit (\S+)",
@@ -159,9 +158,11 @@ def test_routing_parameters_have_a_rate_of_their_own(tiny, freeze_base):
     tiny.optim.update({"weight_decay": 0.0, "eps": 1e-20, "warmup_steps": 4, "clip_norm": 0.0})
     tiny.optim.update({"routing_learning_rate": 0.1, "freeze_base": freeze_base})
     config = config_lib.resolve(tiny)
-    state = jax.jit(step.init_state, static_argnums=0)(config)
-    grads = jax.tree.map(lambda x: jnp.full_like(x, 0.3), state.params)
-    updates, _ = optim.make_optimizer(config).update(grads, state.opt_state, state.params)
+    optimizer = optim.make_optimizer(config)
+    shapes = jax.eval_shape(functools.partial(step.init_state, config)).params
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 0.3), params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
     routing, base = routing_and_base(updates)
     for leaf in routing.values():
         np.testing.assert_allclose(leaf, -0.1 / 4, rtol=1e-5)

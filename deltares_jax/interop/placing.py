@@ -51,13 +51,18 @@ def _insert(leaf: jax.Array, part: jax.Array, layer: int) -> jax.Array:
 
 
 def _fresh(model: FrozenConfigDict, like: Any) -> dict[str, jax.Array]:
-    """By path: routing parameters at their start, all others zero until they are read."""
+    """By path: routing parameters at their start, stacks of layers at zero until they are read."""
+    places = {
+        name: leaf.sharding
+        for name, leaf in by_path(like).items()
+        if optim.is_routing(name) or name.startswith("layers/")
+    }
 
     def make() -> dict[str, jax.Array]:
         start = by_path(transformer.init(model, jax.random.key(0)))
-        return {k: v if optim.is_routing(k) else jnp.zeros_like(v) for k, v in start.items()}
+        return {n: start[n] if optim.is_routing(n) else jnp.zeros_like(start[n]) for n in places}
 
-    return jax.jit(make, out_shardings={k: v.sharding for k, v in by_path(like).items()})()
+    return jax.jit(make, out_shardings=places)()
 
 
 def _read(file: Any, name: str, at: files.Stored) -> np.ndarray:
@@ -93,7 +98,7 @@ def load(
                 tensor, place = wanted[name], places[wanted[name].leaf]
                 array = tensor.to_ours(_read(file, name, stored[name]))
                 if tensor.layer is None:
-                    leaves[tensor.leaf] = jax.device_put(array, place)
+                    leaves[tensor.leaf] = jax.block_until_ready(jax.device_put(array, place))
                     continue
                 of_layer = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
                 part = jax.device_put(array, of_layer)
