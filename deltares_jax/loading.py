@@ -86,15 +86,15 @@ def load(path: str | os.PathLike[str], step: int | None = None) -> Model:
       step: which checkpoint of the run; the newest when None.
 
     Raises:
-      ValueError: there is no such run or step.
+      ValueError: there is no such run or step, or it is damaged.
     """
     run, step = checkpoint.locate(os.fspath(path), step)
-    checkpoints = checkpoint.Checkpointer(run, keep=None)
+    checkpoints = checkpoint.Checkpointer(run)
     try:
         config = config_lib.resolve(config_lib.from_dict(checkpoints.read_meta(step)["config"]))
         return Model(config, _restore_params(checkpoints, config, step), step)
-    finally:
-        checkpoints.close()
+    except checkpoint.DamagedError as error:
+        raise ValueError(f"{error}; it has steps {checkpoints.steps()}") from error
 
 
 def _restore_params(checkpoints: checkpoint.Checkpointer, config: FrozenConfigDict, at: int) -> Any:

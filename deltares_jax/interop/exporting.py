@@ -108,14 +108,14 @@ def export(workdir: str, step: int | None, out: str) -> None:
     """
     target = _open_out(out)
     run, at = checkpoint.locate(workdir, step)
-    reader = checkpoint.Checkpointer(run, keep=None)
+    reader = checkpoint.Checkpointer(run)
     try:
         config = config_lib.resolve(config_lib.from_dict(reader.read_meta(at)["config"]))
         if config.model.dtype == "float64":
             jax.config.update("jax_enable_x64", True)
         params = reader.restore(at, {"params": placing.abstract(config.model)})["params"]
-    finally:
-        reader.close()
+    except checkpoint.DamagedError as error:
+        raise ValueError(f"--workdir={workdir}: {error}") from error
     companions, source = _companions(run, config.data.tokenizer)
     dtype = str(params["embedding"].dtype)
     values = hf_config.write(config.model, dtype, config.data.seq_len, source)

@@ -126,7 +126,7 @@ def _open_out(out: str) -> pathlib.Path:
     """The folder to convert to; one where a conversion was cut short will do."""
     folder = workdir_lib.open_workdir(out, "--out")
     strangers = sorted({path.name for path in folder.iterdir()} - _OURS)
-    if strangers or checkpoint.newest(folder):
+    if strangers or workdir_lib.steps(folder):
         what = strangers[0] if strangers else "a checkpoint"
         raise ValueError(f"--out={out} holds {what} already; give a new folder")
     return folder
@@ -196,9 +196,6 @@ def _save(
         if (folder / name).exists():
             shutil.copyfile(folder / name, kept / name)
     workdir_lib.write_run_files(target, config, jax.devices())
-    checkpoints = checkpoint.Checkpointer(target, keep=1)
-    try:
+    with checkpoint.Checkpointer(target, keep=1) as checkpoints:
         checkpoints.save(0, {"params": params}, {"config": config.to_dict()})
         checkpoints.wait()
-    finally:
-        checkpoints.close()
