@@ -8,7 +8,7 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
@@ -58,12 +58,16 @@ def line(
     if variants.VARIANTS[config.model.residual.variant].routing == "none":
         return "baseline: nothing is changed by routing"
     rows = config.train.batch_size // config.train.accumulation
-    place = (jax.process_index(), jax.process_count())
-    with contextlib.closing(pipeline.train_batches(data.rows, data.order, rows, 0, *place)) as all_:
-        batch = programs.put(next(all_))
+    batches = pipeline.train_batches(data.rows, data.order, rows, 0, *programs.place)
+    with contextlib.closing(batches):
+        batch = programs.put(next(batches))
     config = programs_lib.for_platform(config, mesh.devices.flat[0].platform, mesh.shape["tensor"])
     with sharding.activate(mesh):
-        numbers = jax.device_get(jax.jit(functools.partial(compare, config))(params, batch))
+        function = jax.jit(
+            functools.partial(compare, config), out_shardings=NamedSharding(mesh, PartitionSpec())
+        )
+        compiled = programs_lib.compile_for(function.lower(params, batch), mesh)
+        numbers = jax.device_get(compiled(params, batch))
     return (
         f"before the first update, on {rows} rows: loss {numbers['loss']:.4f}, without routing "
         f"{numbers['plain']:.4f}; largest difference of a logit {numbers['difference']:.3g}"

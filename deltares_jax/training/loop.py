@@ -125,7 +125,8 @@ def _train(
         )
 
         if start.run and not start.step:
-            metrics.say(compare.line(config, mesh, programs, state.params, data))
+            line = functools.partial(compare.line, config, mesh, programs, state.params, data)
+            metrics.say(request.while_waiting(line))
 
         # 6. Steps.
         watchdog = stall.Watchdog(folder, config.train.stall_factor, group.index)
