@@ -240,12 +240,14 @@ def test_export_that_fails_half_way_leaves_no_folder(tied, tmp_path, monkeypatch
 def test_weights_without_their_config_are_not_taken_as_a_checkpoint(tied, tmp_path):
     """An export that is killed leaves that: config.json is written last."""
     convert(tied, tmp_path / "run")
-    partial = tmp_path / ".out.123.partial"
+    partial = tmp_path / ".out.partial"
     exporting.export(str(tmp_path / "run"), None, str(partial))
     (partial / "config.json").unlink()
     with refuses("config.json: No such file"):
         convert(partial, tmp_path / "again")
     assert files.stored_tensors(partial)  # all of them are there
+    exporting.export(str(tmp_path / "run"), None, str(tmp_path / "out"))
+    assert not partial.exists()
 
 
 def test_an_export_does_not_overwrite(tied, tmp_path):

@@ -1,6 +1,8 @@
 """Runs that start from a converted checkpoint: equal losses, rates of groups, a frozen base."""
 
 import functools
+import json
+import pathlib
 import re
 import shutil
 
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_helpers import convert, refuses
+from data_helpers import prepare_files
 
 from deltares_jax import config as config_lib
 from deltares_jax import config_resume, load
@@ -190,3 +193,37 @@ def test_a_rate_without_effect_is_said(tiny):
     tiny.model.residual.variant = "baseline"
     lines = config_lib.notes(config_lib.resolve(tiny))
     assert "optim.routing_learning_rate has no effect on baseline" in lines
+
+
+@pytest.mark.slow
+def test_fifty_steps_on_real_text_show_no_spike(tiny, tmp_path):
+    """Each step sees the same 64 rows, so that a loss that grows is no chance of the batch."""
+    text = pathlib.Path(json.__file__).read_bytes()[:4096]
+    assert len(text) == 4096
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "json.txt").write_bytes(text)
+    prepare_files(tmp_path / "rows", tmp_path / "text")
+    tiny.model.update({"width": 64, "num_layers": 4, "mlp_width": 256})
+    tiny.data.seq_len = 64
+    tiny.train.update({"steps": 200, "batch_size": 16})
+    tiny.optim.warmup_steps = 20
+    plain = tiny.copy_and_resolve_references()
+    plain.model.residual.variant = "baseline"
+    losses = train(plain, tmp_path / "pretrained", 1)
+    assert losses[200]["loss"] < losses[1]["loss"] - 1.5
+    exporting.export(str(tmp_path / "pretrained"), None, str(tmp_path / "hf"))
+    tiny.data.source = str(tmp_path / "rows")
+    tiny.train.update({"steps": 50, "batch_size": 64})
+    tiny.optim.update({"learning_rate": 5e-5, "final_learning_rate": 5e-6, "warmup_steps": 5})
+    tiny.optim.routing_learning_rate = 5e-3
+    for variant in ("delta_block", "delta_attnres", "full_additive"):
+        convert(tmp_path / "hf", tmp_path / f"{variant}_init", variant=variant, num_blocks=2)
+        tiny.model.residual.update({"variant": variant, "num_blocks": 2, "centered": True})
+        tiny.init_from = str(tmp_path / f"{variant}_init")
+        rows = train(tiny, tmp_path / variant, 1)
+        assert sorted(rows) == list(range(1, 51))
+        largest = max(row["loss"] for row in rows.values())
+        assert largest <= rows[1]["loss"] + 0.05
+        assert rows[50]["loss"] < rows[1]["loss"]
+        routing, _ = routing_and_base(load(tmp_path / variant).params)
+        assert np.max(np.abs(routing["layers/mlp_reader/routing/query"][-1])) > 1e-2

@@ -1,7 +1,6 @@
 """A checkpoint of ours to a folder of safetensors, for transformers or the released code."""
 
 import json
-import os
 import pathlib
 import shutil
 from typing import Any
@@ -119,7 +118,8 @@ def export(workdir: str, step: int | None, out: str) -> None:
     companions, source = _companions(run, config.data.tokenizer)
     dtype = str(params["embedding"].dtype)
     values = hf_config.write(config.model, dtype, config.data.seq_len, source)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     try:
         partial.mkdir(parents=True)
     except OSError as error:

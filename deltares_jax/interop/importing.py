@@ -41,9 +41,9 @@ def _residual(found: dict[str, Any] | None, asked: dict[str, Any], layers: int) 
                 )
         return found
     residual = {"variant": "baseline", "gate": "none", **given}
-    row = variants.VARIANTS.get(
-        residual["variant"], variants.Variant()
-    )  # the config's checks name it
+    if residual["variant"] not in variants.VARIANTS:
+        return residual  # the checks of the config refuse it
+    row = variants.VARIANTS[residual["variant"]]
     if row.grows == "block" and "num_blocks" not in given:
         raise ValueError(
             f"--num_blocks is missing: {residual['variant']} needs a number of blocks; "
