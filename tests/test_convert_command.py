@@ -93,6 +93,7 @@ def test_an_import_that_was_cut_short_may_be_given_again(tmp_path):
     ("asked", "words"),
     [
         ({"variant": "delta_block"}, ["--num_blocks is missing: delta_block needs", "layers=2"]),
+        ({"variant": "delta_block", "num_blocks": 0}, ["num_blocks=0 must be at least 1"]),
         ({"variant": "delta_block", "num_blocks": 3}, ["num_blocks=3 must divide", "1 or 2"]),
         (
             {"variant": "delta_blok", "num_blocks": 2},

@@ -243,6 +243,7 @@ def test_weights_without_their_config_are_not_taken_as_a_checkpoint(tied, tmp_pa
     partial = tmp_path / ".out.partial"
     exporting.export(str(tmp_path / "run"), None, str(partial))
     (partial / "config.json").unlink()
+    (tmp_path / "out").mkdir()  # an empty one will do
     with refuses("config.json: No such file"):
         convert(partial, tmp_path / "again")
     assert files.stored_tensors(partial)  # all of them are there
