@@ -40,7 +40,7 @@ def test_rotary_base_is_read_from_both_forms(changes, expected):
     [
         (
             {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
-            ["rope_theta=1e+06, rope_parameters.rope_theta=10000 disagree"],
+            ["rope_theta=1000000.0, rope_parameters.rope_theta=10000.0 disagree"],
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -55,6 +55,7 @@ def test_rotary_base_is_read_from_both_forms(changes, expected):
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             ["rope_parameters", "not supported"],
         ),
+        ({"rope_parameters": 1e6}, ["rope_parameters=1000000.0 is not supported"]),
         ({"rope_theta": "1e6"}, ["rope_theta='1e6' must be a number"]),
     ],
 )

@@ -152,7 +152,9 @@ def _theta(values: dict[str, Any], where: str) -> tuple[float, list[str]]:
         if not nested:
             continue
         plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
-        if {k: v for k, v in nested.items() if k != "rope_theta" and v != plain.get(k)}:
+        if not isinstance(nested, dict) or {
+            k: v for k, v in nested.items() if k != "rope_theta" and v != plain.get(k)
+        }:
             raise ValueError(
                 f"{where}: {key}={nested} is not supported; only the unscaled rope_type 'default' "
                 "with a rope_theta is"
@@ -160,7 +162,7 @@ def _theta(values: dict[str, Any], where: str) -> tuple[float, list[str]]:
         if nested.get("rope_theta") is not None:
             found[f"{key}.rope_theta"] = _number(nested, "rope_theta", f"{where}: {key}")
     if len(set(found.values())) > 1:
-        text = ", ".join(f"{key}={value:g}" for key, value in found.items())
+        text = ", ".join(f"{key}={value!r}" for key, value in found.items())
         raise ValueError(f"{where}: {text} disagree; keep the one that the model was trained with")
     if not found:
         return _DEFAULT_THETA, [
