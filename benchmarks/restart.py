@@ -97,6 +97,24 @@ def checkpoints(folder: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in there if path.name.isdigit())
 
 
+def stop_somewhere(
+    folder: pathlib.Path, more: list[str], chance: random.Random, whole: float
+) -> tuple[str, int]:
+    """Starts the run and stops it; the signal, and the exit code (0: it was done before)."""
+    name = chance.choice(["SIGKILL", "SIGTERM"])
+    early, before = chance.random() < 0.25, steps_made(folder)
+    process = start(folder, more)
+    if early:  # while it starts and compiles
+        time.sleep(chance.uniform(0, whole / 2))
+    else:
+        target = before + chance.randint(1, STEPS // 3)
+        while steps_made(folder) < target and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.3))
+    process.send_signal(getattr(signal, name))
+    return name, process.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stops", type=int, default=20)
@@ -105,7 +123,6 @@ def main() -> int:
     chance = random.Random(options.seed)
     root = pathlib.Path(tempfile.mkdtemp())
     (root / "straight").mkdir()
-    (root / "stopped").mkdir()
     began = time.monotonic()
     if start(root / "straight", more).wait():
         print((root / "straight" / "log").read_text())
@@ -115,42 +132,36 @@ def main() -> int:
     assert sorted(straight["train"]) == list(range(1, STEPS + 1))
     assert sorted(straight["held out"]) == list(range(10, STEPS + 1, 10))
 
-    folder, wrong = root / "stopped", []
-    print("| stop | signal | exit | steps made | resumes at | equal |\n|---|---|---|---|---|---|")
-    for number in range(1, options.stops + 1):
-        name = chance.choice(["SIGKILL", "SIGTERM"])
-        # A share of the stops while it starts; the others after the steps that leave enough.
-        early = chance.random() < 0.25
-        target = steps_made(folder) + chance.randint(1, max(1, 2 * STEPS // (options.stops + 2)))
-        target = min(target, STEPS - 2)
-        process, began = start(folder, more), time.monotonic()
-        if early:
-            time.sleep(chance.uniform(0, whole / 2))
-        else:
-            while steps_made(folder) < target and process.poll() is None:
-                time.sleep(0.01)
-            time.sleep(chance.uniform(0, 0.3))
-        process.send_signal(getattr(signal, name))
-        code = process.wait()
-        bad = differences(folder, straight)
-        wrong += bad
-        # Before it listens to signals, SIGTERM ends it as any process.
-        if code not in ((-9,) if name == "SIGKILL" else (143, 144, -15)):
-            wrong.append(f"exit code {code} after {name}")
-        print(
-            f"| {number} | {name} | {code} | {steps_made(folder)} | "
-            f"{(checkpoints(folder) or [0])[-1]} | {'no: ' + bad[0] if bad else 'yes'} |",
-            flush=True,
-        )
-        if code == 0:
-            break
-    code = start(folder, more).wait()
-    wrong += differences(folder, straight)
-    if code or numbers(folder) != straight:
-        wrong.append(f"the finished run (exit code {code})")
+    wrong, stops, runs = [], 0, 0
+    print("| run | signal | exit | steps made | goes on after | equal |\n|---|---|---|---|---|---|")
+    while stops < options.stops:
+        runs += 1
+        folder = root / str(runs)
+        folder.mkdir()
+        code = -1
+        while code and stops < options.stops:
+            name, code = stop_somewhere(folder, more, chance, whole)
+            if code == 0:
+                break
+            stops += 1
+            bad = differences(folder, straight)
+            # Before it listens to signals, SIGTERM ends it as any process.
+            if code not in ((-9,) if name == "SIGKILL" else (143, 144, -15)):
+                bad.append(f"exit code {code}")
+            wrong += bad
+            print(
+                f"| {runs} | {name} | {code} | {steps_made(folder)} | "
+                f"{(checkpoints(folder) or [0])[-1]} | {'no: ' + bad[0] if bad else 'yes'} |",
+                flush=True,
+            )
+        if code:
+            code = start(folder, more).wait()
+        if code or numbers(folder) != straight:
+            wrong += [*differences(folder, straight), f"the end of run {runs} (exit code {code})"]
     result = "; ".join(wrong) + " differ" if wrong else "all equal"
     counts = [len(straight[kind]) for kind in ("train", "held out", "batch")]
-    print("\n{} steps, {} evaluations and {} batches: {}".format(*counts, result))
+    print(f"\n{stops} stops in {runs} runs of", end=" ")
+    print("{} steps, {} evaluations and {} batches: {}".format(*counts, result))
     return 1 if wrong else 0
 
 

@@ -11,6 +11,8 @@ from conftest import ROOT
 
 SMALL = [
     "--config=configs/debug.py",
+    "--config.model.residual.variant=baseline",
+    "--config.model.num_layers=1",
     "--config.model.width=32",
     "--config.model.head_dim=16",
     "--config.model.mlp_width=64",

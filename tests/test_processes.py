@@ -1,7 +1,11 @@
 """Runs of several real processes: the roll, what they agree on, stops, losses."""
 
+import functools
+import http.server
+import queue
 import signal
 import threading
+from typing import ClassVar
 
 import pytest
 from process_helpers import Process, free_port, group, member
@@ -20,13 +24,13 @@ def log(folder):
 # The roll-call.
 
 
-def call(port, *indices, count=3, timeout=3.0):
+def call(port, *indices, count=3, timeout=3.0, heartbeat=20.0):
     """What each of some processes gets, here threads: its peers, or the error."""
     results = [None] * len(indices)
 
     def join(place, index):
         try:
-            results[place] = peers.Peers(f"localhost:{port}", index, count, timeout, 20.0)
+            results[place] = peers.Peers(f"localhost:{port}", index, count, timeout, heartbeat)
         except (peers.PeerError, ValueError) as error:
             results[place] = error
 
@@ -96,17 +100,54 @@ def test_different_numbers_of_processes_are_refused():
         assert "num_processes=4, process 0 with 2" in str(error)
 
 
-def test_lost_process_is_noticed_by_its_connection_and_by_its_silence():
+def go(peer):
+    """As the system does for a process that is killed."""
+    peer._others[0].close()
+
+
+def fall_silent(peer):
+    """As a host that is cut off."""
+    peer._left.set()
+
+
+def fail(peer):
+    peer.leave(6, "disk full")
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "code"),
+    [(go, "is lost", 7), (fall_silent, "was not heard of for 1 s", 7), (fail, "disk full", 6)],
+)
+def test_others_are_told_which_process_is_lost(how, words, code):
+    first, second, third = call(free_port(), 0, 1, 2, heartbeat=1.0, timeout=20)
+    told = {}
+    done = {0: threading.Event(), 2: threading.Event()}
+
+    def when_lost(index, *what):
+        told.setdefault(index, what)
+        done[index].set()
+
+    for peer in (first, third):
+        peer.when_lost = functools.partial(when_lost, peer.index)
+    how(second)
+    for index in (0, 2):
+        assert done[index].wait(20)
+        assert told[index][0].startswith("process 1 (")
+        assert words in told[index][0]
+        assert told[index][1] == code
+    first.leave(0)
+    third.leave(0)
+
+
+def test_end_that_all_reach_is_no_loss():
     first, second = call(free_port(), 0, 1, count=2)
     told = []
-    done = threading.Event()
-    first.when_lost = lambda *what: (told.append(what), done.set())
-    second._others[0].close()  # as the system does for a process that is killed
-    assert done.wait(10)
-    ((text, code),) = told
-    assert code == 7
-    assert text.startswith("process 1 (")
-    assert "is lost" in text
+    first.when_lost = lambda *what: told.append(what)
+    second.leave(0)
+    go(second)
+    with pytest.raises(queue.Empty):
+        first._inbox.get(timeout=0.5)
+    assert not told
 
 
 # Where a process finds its place.
@@ -137,6 +178,7 @@ TPU = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
         ({}, {**TPU, "TPU_WORKER_HOSTNAMES": "a"}, None),
         ({}, SLURM, ("node012:20154", 2, 4)),
         ({}, {**SLURM, "SLURM_STEP_NODELIST": "single,b"}, ("single:20154", 2, 4)),
+        ({}, {**SLURM, "SLURM_STEP_NODELIST": "n[7-9]-ib"}, ("n7-ib:20154", 2, 4)),
         ({}, {**JAX, "JAX_PROCESS_ID": "3"}, ("run-0.run:1234", 3, 8)),
         ({}, {**JAX, "JOB_COMPLETION_INDEX": "5"}, ("run-0.run:1234", 5, 8)),
         ({}, {"JOB_COMPLETION_INDEX": "5"}, None),  # a Job of pods that do not know each other
@@ -175,6 +217,34 @@ def test_place_is_found(given, env, place):
 def test_place_that_is_incomplete_is_refused(given, words):
     with pytest.raises(ValueError, match=words):
         startup.find_place(settings(**given), {})
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """What a Cloud TPU VM can ask."""
+
+    values: ClassVar = {
+        "worker-network-endpoints": "x:y:10.0.0.5,x:y:10.0.0.6",
+        "agent-worker-number": "1",
+    }
+
+    def do_GET(self):
+        assert self.headers["Metadata-Flavor"] == "Google"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.values[self.path.rsplit("/", 1)[1]].encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_place_on_a_cloud_tpu_is_found_by_its_metadata(monkeypatch):
+    monkeypatch.setattr(startup.os.path, "exists", lambda path: path == "/dev/vfio/0")
+    with http.server.HTTPServer(("localhost", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {"GCE_METADATA_HOST": f"localhost:{server.server_port}"}
+        place = startup.find_place(settings(), env)
+        server.shutdown()
+    assert place == startup.Place("10.0.0.5:8476", 1, 2)
 
 
 # Whole runs.
@@ -226,11 +296,11 @@ def test_workdirs_configs_and_ids_that_differ_are_noticed_before_the_first_step(
 
 @pytest.mark.slow
 def test_process_that_is_killed_ends_the_other_and_the_run_goes_on(tmp_path):
-    straight = group(2, *arguments(tmp_path / "straight", 24))
+    straight = group(2, *arguments(tmp_path / "straight", 60))
     assert [process.end() for process in straight] == [0, 0], [p.errors for p in straight]
 
     limit = "--config.distributed.heartbeat=10"
-    both = group(2, *arguments(tmp_path, 100_000, limit))
+    both = group(2, *arguments(tmp_path, 60, limit))
     both[0].wait_for("step")
     both[1].send(signal.SIGKILL)
     assert both[0].end(timeout=20) == 7, both[0].errors
@@ -238,10 +308,11 @@ def test_process_that_is_killed_ends_the_other_and_the_run_goes_on(tmp_path):
     assert "is lost" in both[0].error
     both[1].end()
 
-    again = group(2, *arguments(tmp_path / "again", 24))
+    assert max(log(tmp_path / "run")[0]) < 60
+    again = group(2, *arguments(tmp_path, 60))
     for process in again:
         assert process.end() == 0, process.errors
-    assert log(tmp_path / "again" / "run") == log(tmp_path / "straight" / "run")
+    assert log(tmp_path / "run") == log(tmp_path / "straight" / "run")
 
 
 @pytest.mark.slow

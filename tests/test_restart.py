@@ -35,4 +35,5 @@ def test_stops_at_random_moments_change_nothing():
     printed = restarts("--stops=6", "--seed=1")
     assert "SIGKILL" in printed
     assert "SIGTERM" in printed
+    assert "\n6 stops in " in printed
     assert printed.endswith("60 steps, 6 evaluations and 60 batches: all equal\n")

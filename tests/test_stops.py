@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -112,6 +114,17 @@ def test_stop_at_an_evaluated_step_leaves_the_evaluation_to_the_next_run(
         stopped(tiny, tmp_path / "stopped", "after step 4, which is saved", 143)
     train(tiny, tmp_path / "stopped")
     assert log(tmp_path / "stopped") == log(tmp_path / "straight")
+
+
+def test_stop_of_a_command_that_still_starts():
+    """Not 143, which would say that something was saved."""
+    code = "from deltares_jax.training import signals as s; import signal, os, time; "
+    code += "signal.signal(signal.SIGTERM, s.end_at_once); os.kill(os.getpid(), signal.SIGTERM); "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "time.sleep(60)"], capture_output=True, text=True
+    )
+    assert done.returncode == 144
+    assert done.stderr == "stopped by SIGTERM outside of training; there is nothing to save\n"
 
 
 def test_second_sigterm_changes_nothing(tiny, tmp_path, monkeypatch):

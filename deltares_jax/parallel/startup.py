@@ -81,14 +81,15 @@ def _slurm(env: Mapping[str, str]) -> dict[str, Any]:
     """A step that srun has started."""
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
         return {}
-    # The first of `node[012-014,7],other`.
+    # The first of `node[012-014,7]-x,other`.
     nodes = env["SLURM_STEP_NODELIST"]
-    match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^\[,]*))?", nodes)
     if match is None:
         raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} names no host")
+    first = "".join(part or "" for part in match.groups())
     job = int(env["SLURM_JOB_ID"])  # so that two jobs on a host do not meet
     return {
-        "coordinator": f"{match[1]}{match[2] or ''}:{20000 + job % 20000 * 2}",
+        "coordinator": f"{first}:{20000 + job % 20000 * 2}",
         "process_id": int(env["SLURM_PROCID"]),
         "num_processes": int(env["SLURM_STEP_NUM_TASKS"]),
     }

@@ -119,6 +119,8 @@ def _train(
         # 5. Programs.
         time.turn_to("compile")
         programs = programs_lib.Programs(config, mesh, request.while_waiting)
+        # What they do together fails if one comes to it half a minute late.
+        request.while_waiting(lambda: group.share(None))
         metrics.say(
             f"compiled in {metrics.human_time(programs.compile_seconds)}; "
             f"one step needs {report.human_bytes(programs.peak_bytes)} a device"

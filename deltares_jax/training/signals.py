@@ -36,6 +36,14 @@ class Stop(Exception):  # noqa: N818 - it is no error: a run that ends early, wi
         self.at_once = at_once or code in _AT_ONCE
 
 
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """A handler for the time in which nothing could be saved: exit code 144."""
+    name = signal.Signals(number).name
+    with contextlib.suppress(OSError):
+        os.write(2, f"stopped by {name} outside of training; there is nothing to save\n".encode())
+    os._exit(NOT_SAVED)
+
+
 class StopRequest:
     """Notes SIGTERM, SIGINT and SIGHUP while it is entered; a second SIGINT interrupts at once.
 
