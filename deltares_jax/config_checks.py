@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from deltares_jax import config_residual
 from deltares_jax.data import names
 from deltares_jax.models import variants
 
@@ -23,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.residual.gate": ("none", "scalar", "alpha"),
     "model.residual.kernel": ("auto", "direct", "batched", "pallas"),
     "train.platform": ("", "cpu", "gpu", "tpu"),
+    "train.nonfinite": ("stop", "skip"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "optim.decay": ("matrices", "all"),
 }
@@ -45,6 +47,9 @@ AT_LEAST: dict[str, float] = {
     "train.accumulation": 1,
     "train.log_every": 1,
     "train.seed": 0,
+    "train.nonfinite_limit": 0,
+    "train.spike_factor": 0,
+    "train.stall_factor": 0,
     "optim.learning_rate": 0,
     "optim.final_learning_rate": 0,
     "optim.warmup_steps": 0,
@@ -54,11 +59,19 @@ AT_LEAST: dict[str, float] = {
     "optim.b2": 0,
     "optim.clip_norm": 0,
     "optim.z_loss": 0,
+    "optim.routing_learning_rate": 0,
     "eval.every": 0,
     "eval.rows": 1,
     "eval.batch_size": 1,
+    "distributed.process_id": -1,
+    "distributed.num_processes": 0,
+    "distributed.timeout": 1,
+    "distributed.heartbeat": 1,
     "checkpoint.every": 0,
+    "checkpoint.every_minutes": 0,
     "checkpoint.keep": 1,
+    "checkpoint.keep_period": 0,
+    "checkpoint.keep_best": 0,
 }
 
 # Largest allowed value: beyond these a typing error is likelier than a wish. Other whole numbers
@@ -135,7 +148,7 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value} must be above 0")
         if key in MESH_AXES and value < 1 and value != -1:
             raise ValueError(f"{key}={value} must be at least 1, or -1 for all remaining devices")
-    for key in ("data.dir", "train.compile_cache"):
+    for key in ("data.dir", "train.compile_cache", "init_from"):
         local_folder(key, flat[key])
     if not flat["train.compile_cache"]:
         raise ValueError("train.compile_cache='' must be a folder, 'auto' or 'off'")
@@ -150,9 +163,23 @@ def local_folder(key: str, path: str) -> None:
 def combinations(flat: Flat) -> None:
     """Checks what several keys must agree on."""
     _shape(flat)
-    _residual(flat)
+    config_residual.check(flat)
     _batch(flat)
     _schedule(flat)
+    _routing_optimizer(flat)
+    if flat["init_optimizer"] and not flat["init_from"]:
+        raise ValueError("init_optimizer=True needs init_from, a run whose optimizer goes on")
+    factor = flat["train.spike_factor"]
+    if 0 < factor <= 1:
+        raise ValueError(
+            f"train.spike_factor={factor} must be above 1, else half of the updates are skipped; "
+            "0 is off"
+        )
+    if flat["checkpoint.keep_best"] and not flat["eval.every"]:
+        raise ValueError(
+            f"checkpoint.keep_best={flat['checkpoint.keep_best']} goes by the held-out loss, so it "
+            "needs eval.every"
+        )
     rest = [key for key in MESH_AXES if flat[key] == -1]
     if len(rest) > 1:
         raise ValueError(f"{' and '.join(rest)} are -1; one axis at most may take the rest")
@@ -169,61 +196,6 @@ def _shape(flat: Flat) -> None:
         )
     if flat["model.head_dim"] % 2:
         raise ValueError(f"model.head_dim={flat['model.head_dim']} must be even for RoPE")
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _residual(flat: Flat) -> None:
-    name, blocks = flat["model.residual.variant"], flat["model.residual.num_blocks"]
-    row, layers = variants.VARIANTS[name], flat["model.num_layers"]
-    if row.grows == "block" and row.ragged and blocks > layers:
-        raise ValueError(
-            f"model.residual.num_blocks={blocks} must not exceed model.num_layers={layers}"
-        )
-    if row.grows == "block" and not row.ragged and layers % blocks:
-        near = sorted(_divisors(layers), key=lambda n: (abs(n - blocks), n))[:2]
-        raise ValueError(
-            f"model.residual.num_blocks={blocks} must divide model.num_layers={layers}; "
-            f"nearest valid: {' or '.join(map(str, sorted(near)))}"
-        )
-    gate, centered = flat["model.residual.gate"], flat["model.residual.centered"]
-    null_source = flat["model.residual.null_source"]
-    switched = {"gate": gate != "none", "null_source": null_source, "centered": centered}
-    for option, on in switched.items():
-        if on and option not in row.options:
-            takers = ", ".join(n for n, r in variants.VARIANTS.items() if option in r.options)
-            raise ValueError(
-                f"model.residual.{option}={flat[f'model.residual.{option}']} is not defined for "
-                f"{name}; it goes with {takers}"
-            )
-    if centered and gate == "alpha":
-        raise ValueError(
-            "model.residual.centered=True with model.residual.gate=alpha never trains: the "
-            "gradients of both are 0 at the start; use gate=none or gate=scalar"
-        )
-    kernel, grows = flat["model.residual.kernel"], {"batched": {"block", "sublayer"}}
-    grows["pallas"] = {"sublayer"}
-    if row.grows not in grows.get(kernel, {row.grows}):
-        takers = ", ".join(n for n, r in variants.VARIANTS.items() if r.grows in grows[kernel])
-        raise ValueError(
-            f"model.residual.kernel={kernel} is not defined for {name}; it goes with {takers}"
-        )
-    if row.grows == "sublayer" and flat["model.remat"] == "offload":
-        raise ValueError(
-            f"model.remat=offload moves the inputs of layers; {name} keeps sources instead, and "
-            "reads them in every layer; use model.remat=full"
-        )
-    if flat["model.scan"] == "boundaries" and flat["model.remat"] != "full":
-        raise ValueError(
-            "model.scan=boundaries keeps nothing inside a block, so it goes with model.remat=full, "
-            f"not with model.remat={flat['model.remat']}"
-        )
-    if null_source and flat["model.norm_eps"] == 0:
-        raise ValueError(
-            "model.norm_eps=0 cannot normalise model.residual.null_source=True, which starts at 0"
-        )
 
 
 def _batch(flat: Flat) -> None:
@@ -254,6 +226,20 @@ def _schedule(flat: Flat) -> None:
     if final > peak:
         raise ValueError(
             f"optim.final_learning_rate={final} must not exceed optim.learning_rate={peak}"
+        )
+
+
+def _routing_optimizer(flat: Flat) -> None:
+    rate, name = flat["optim.routing_learning_rate"], flat["model.residual.variant"]
+    if rate and not flat["optim.learning_rate"]:
+        raise ValueError(
+            f"optim.routing_learning_rate={rate} follows the schedule of optim.learning_rate, "
+            "which must be above 0; optim.freeze_base=True trains routing parameters alone"
+        )
+    if flat["optim.freeze_base"] and variants.VARIANTS[name].routing == "none":
+        raise ValueError(
+            f"optim.freeze_base=True trains routing parameters alone, but {name} has none; use "
+            "another model.residual.variant"
         )
 
 

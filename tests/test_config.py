@@ -11,6 +11,7 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from deltares_jax import config as config_lib
+from deltares_jax import config_resume
 from deltares_jax.models import sizes
 from deltares_jax.training import workdir
 
@@ -444,11 +445,13 @@ def test_config_saved_in_the_workdir_reloads_to_an_equal_one(tmp_path, values):
     workdir.write_run_files(tmp_path, config, jax.devices())
     saved = json.loads((tmp_path / workdir.CONFIG).read_text())
     assert exact(config_lib.resolve(config_lib.from_dict(saved))) == exact(config)
-    assert config_lib.changed_on_resume(saved, config) == []
+    assert config_resume.changed_on_resume(saved, config) == []
 
 
 # Resume: the rule of every key, and another value to try it with.
 RESUME = {
+    "init_from": ("free", "runs/other@7"),
+    "init_optimizer": ("free", True),
     "model.vocab_size": ("fixed", 300),
     "model.width": ("fixed", 64),
     "model.num_layers": ("fixed", 6),
@@ -483,6 +486,10 @@ RESUME = {
     "train.accumulation": ("free", 2),
     "train.log_every": ("free", 10),
     "train.seed": ("data", 1),
+    "train.nonfinite": ("free", "skip"),
+    "train.nonfinite_limit": ("free", 3),
+    "train.spike_factor": ("free", 5.0),
+    "train.stall_factor": ("free", 0.0),
     "train.platform": ("free", "tpu"),
     "train.profile_steps": ("free", "5:6"),
     "train.compile_cache": ("free", "off"),
@@ -498,12 +505,17 @@ RESUME = {
     "optim.eps": ("fixed", 1e-6),
     "optim.clip_norm": ("fixed", 0.5),
     "optim.z_loss": ("fixed", 1e-4),
+    "optim.routing_learning_rate": ("fixed", 5e-3),
+    "optim.freeze_base": ("fixed", True),
     "eval.every": ("free", 50),
     "eval.rows": ("free", 32),
     "eval.batch_size": ("free", 4),
     "eval.sets": ("free", "own=py_stdlib"),
     "checkpoint.every": ("free", 50),
+    "checkpoint.every_minutes": ("free", 10.0),
     "checkpoint.keep": ("free", 5),
+    "checkpoint.keep_period": ("free", 1000),
+    "checkpoint.keep_best": ("free", 1),
     "metrics.tensorboard": ("free", False),
     "metrics.wandb": ("free", True),
     "mesh.replica": ("free", 2),
@@ -511,12 +523,17 @@ RESUME = {
     "mesh.fsdp": ("free", 4),
     "mesh.tensor": ("free", 2),
     "mesh.allow_replicated": ("free", True),
+    "distributed.coordinator": ("free", "host0:9000"),
+    "distributed.process_id": ("free", 1),
+    "distributed.num_processes": ("free", 2),
+    "distributed.timeout": ("free", 20.0),
+    "distributed.heartbeat": ("free", 10.0),
 }
 
 
 def resume(saved: dict, asked: dict) -> list[str]:
     config = FrozenConfigDict(config_lib.from_dict(nested(asked)))
-    return config_lib.changed_on_resume(nested(saved), config)
+    return config_resume.changed_on_resume(nested(saved), config)
 
 
 def test_resume_rule_of_every_key_is_tested():
@@ -607,6 +624,13 @@ PUBLISHED = {
 }
 
 
+# These start from a checkpoint of one variant.
+FINETUNE = {
+    CONFIGS / f"finetune_600m_{variant}.py": variant
+    for variant in ("baseline", "attnres_block", "delta_block")
+}
+
+
 def load_recipe(path: pathlib.Path) -> FrozenConfigDict:
     return config_lib.resolve(runpy.run_path(str(path))["get_config"]())
 
@@ -628,6 +652,7 @@ def recipe_of(size: str, variant: str) -> pathlib.Path:
 
 def test_recipes_are_those_of_the_paper_and_debug():
     expected = {"debug.py", "7b_delta_attnres.py"} | {recipe_of(*names).name for names in PUBLISHED}
+    expected |= {path.name for path in FINETUNE}
     assert {path.name for path in RECIPES} == expected
 
 
@@ -687,6 +712,27 @@ def test_recipe_holds_the_numbers_of_the_paper(published):
     assert optim.final_learning_rate == (3e-5 if large else 6e-5)
 
 
+@pytest.mark.parametrize("recipe", FINETUNE, ids=lambda path: path.stem)
+def test_recipe_of_fine_tuning_is_that_of_the_paper(recipe):
+    variant, config, text = FINETUNE[recipe], load_recipe(recipe), recipe.read_text()
+    model, optim = config.model, config.optim
+    assert SHAPES["600m"][0] == model.width
+    assert (model.rope_theta, model.residual.variant, model.residual.num_blocks) == (
+        1e6,
+        variant,
+        4,
+    )
+    assert model.residual.centered == (variant == "delta_block")
+    assert (optim.learning_rate, optim.routing_learning_rate) == (5e-5, 5e-3)
+    assert (config.train.steps, config.train.batch_size, config.data.seq_len) == (20_000, 32, 2048)
+    assert not optim.freeze_base
+    blocks = " --num_blocks=4" if variant in WITH_BLOCKS else ""
+    assert f" --variant={variant}{blocks} --out={config.init_from}\n" in text
+
+
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path not in FINETUNE], ids=lambda path: path.stem
+)
 def test_variant_alone_can_be_overridden_on_every_recipe(recipe):
     for variant in WITH_BLOCKS + WITHOUT_BLOCKS:
         config = runpy.run_path(str(recipe))["get_config"]()

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,30 +22,35 @@ CONFIG = "config.json"
 RUN = "run.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+KEPT = "hf"  # of an imported model: its config.json, and what goes with the weights
 
 _PACKAGES = ("deltares-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
-def open_workdir(path: str) -> pathlib.Path:
+def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
     """The absolute folder of a run, created and tried for writing.
+
+    Args:
+      path: of the folder.
+      flag: that gave it, for errors.
 
     Raises:
       ValueError: it is a file, is not writable, or is a checkpoint's folder inside a run.
     """
-    config_checks.local_folder("--workdir", path)
+    config_checks.local_folder(flag, path)
     workdir = pathlib.Path(path).expanduser().absolute()
     for parent in workdir.parents:
         if (parent / CHECKPOINTS).is_dir() or (parent / RUN).is_file():
             raise ValueError(
-                f"--workdir={path} is inside the run {parent}; give the run's folder itself"
+                f"{flag}={path} is inside the run {parent}; give the run's folder itself"
             )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         probe = workdir / f".writable.{os.getpid()}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another host's process may have the same number
     except OSError as error:
-        raise ValueError(f"--workdir={path} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{flag}={path} cannot be written: {error.strerror}") from None
     return workdir
 
 
@@ -66,6 +72,20 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
         except OSError:  # a file system without locks
             pass
         yield
+
+
+def steps(workdir: pathlib.Path) -> list[int]:
+    """Steps of the complete checkpoints of a run, oldest first."""
+    folder = workdir / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def newest_text(workdir: pathlib.Path) -> str:
+    """What a run that ends now leaves, in words."""
+    there = steps(workdir)
+    return f"step {there[-1]} is the newest checkpoint" if there else "nothing was saved"
 
 
 def shown(path: pathlib.Path) -> str:
@@ -90,7 +110,8 @@ def _commit() -> str:
         return ""
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python and the libraries that a run depends on."""
     found = {}
     for package in _PACKAGES:
         try:
@@ -100,13 +121,19 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
+def carry_kept(source: pathlib.Path | None, folder: pathlib.Path) -> None:
+    """Copies what goes with an imported model from the run that another one starts from."""
+    if source and source != folder and (source / KEPT).is_dir():
+        shutil.copytree(source / KEPT, folder / KEPT, dirs_exist_ok=True)
+
+
 def write_run_files(
     workdir: pathlib.Path, config: FrozenConfigDict, devices: Sequence[jax.Device]
 ) -> None:
     """Writes `config.json` and `run.json`: versions, commit, command line, devices."""
     write_json(workdir / CONFIG, config.to_dict())
     run = {
-        "versions": _versions(),
+        "versions": versions(),
         "commit": _commit(),
         "command": [sys.executable, *sys.orig_argv[1:]],
         "devices": {"count": len(devices), "kind": devices[0].device_kind},
