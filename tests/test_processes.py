@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import os
 import queue
 import signal
 import threading
@@ -333,3 +334,17 @@ def test_run_goes_on_with_another_number_of_processes(tmp_path):
         assert parts[step][0] == pytest.approx(loss, rel=1e-6)
         assert parts[step][1] == rate
         assert parts[step][3] == tokens
+
+
+@pytest.mark.slow
+def test_step_of_which_one_process_cannot_read_its_part_is_skipped_by_both(tmp_path):
+    both = group(2, *arguments(tmp_path, 8))
+    assert [process.end() for process in both] == [0, 0], [p.errors for p in both]
+    arrays = (tmp_path / "run" / "checkpoints" / "8" / "state").rglob("*")
+    largest = max((p for p in arrays if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(largest, 100)
+    both = group(2, *arguments(tmp_path, 10))
+    assert [process.end() for process in both] == [0, 0], [p.errors for p in both]
+    assert f"{tmp_path}/run: resumed at step 4" in both[0].lines
+    assert sorted(log(tmp_path / "run")[0]) == list(range(1, 11))
+    assert (tmp_path / "run" / "damaged" / "8").is_dir()
