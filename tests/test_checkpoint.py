@@ -1,4 +1,4 @@
-"""Checkpoints: what is kept, what a damaged one costs, what cannot be written."""
+"""Checkpoints: what is kept, what a damaged one costs, other meshes."""
 
 import json
 import os
