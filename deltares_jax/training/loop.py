@@ -96,7 +96,7 @@ def _train(
 
     # 4. State: restored into its shardings, or made in them.
     start, state = start_lib.restore(
-        config, folder, start, data.fingerprint, abstract_state, shardings
+        config, folder, start, data.fingerprint, abstract_state, shardings, group.all
     )
     group.agree({"checkpoint": start.at}, "see that all hosts can read it")
     lines = start_lib.set_aside(start, folder)

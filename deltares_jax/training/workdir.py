@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,36 @@ def newest_text(workdir: pathlib.Path) -> str:
     """What a run that ends now leaves, in words."""
     there = steps(workdir)
     return f"step {there[-1]} is the newest checkpoint" if there else "nothing was saved"
+
+
+def split_step(name: str) -> tuple[str, int | None]:
+    """(RUN, step) of `RUN@step`; (RUN, None) without a step."""
+    match = re.fullmatch(r"(.+)@(\d+)", name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+def locate(path: str, step: int | None = None) -> tuple[pathlib.Path, int]:
+    """The run and the step that are meant by a run's folder or by `RUN/checkpoints/STEP`.
+
+    Args:
+      path: the folder.
+      step: which checkpoint of the run; the newest when None.
+
+    Raises:
+      ValueError: there is no such run or step.
+    """
+    run = pathlib.Path(path).expanduser().absolute()
+    if run.parent.name == CHECKPOINTS and run.name.isdigit():
+        if step is not None and step != int(run.name):
+            raise ValueError(f"{path} is step {run.name}, but step {step} was asked for")
+        run, step = run.parents[1], int(run.name)
+    if not (run / CHECKPOINTS).is_dir():
+        raise ValueError(f"{path} is no run: it has no {CHECKPOINTS}/")
+    there = steps(run)
+    if not there or (step is not None and step not in there):
+        asked = "" if step is None else f" of step {step}"
+        raise ValueError(f"{path} has no checkpoint{asked}; it has {there or 'none'}")
+    return run, there[-1] if step is None else step
 
 
 def shown(path: pathlib.Path) -> str:
