@@ -106,7 +106,7 @@ def export(workdir: str, step: int | None, out: str) -> None:
       signals.Stop: it cannot be written.
     """
     target = _open_out(out)
-    run, at = checkpoint.locate(workdir, step)
+    run, at = workdir_lib.locate(workdir, step)
     reader = checkpoint.Checkpointer(run)
     try:
         config = config_lib.resolve(config_lib.from_dict(reader.read_meta(at)["config"]))
