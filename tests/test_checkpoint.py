@@ -10,31 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
+from run_helpers import losses, newest, saved, train
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint, loop, metrics
+from deltares_jax.training import checkpoint, metrics
 
-
-@pytest.fixture
-def tiny(tiny):
-    """Compiled fast: nothing here depends on the model."""
-    tiny.model.num_layers = 1
-    tiny.model.residual.variant = "baseline"
-    return tiny
-
-
-def train(config, folder, devices=1):
-    return loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:devices])
-
-
-def losses(folder):
-    return {step: row["loss"] for step, row in metrics.read_rows(folder)[0].items()}
-
-
-def saved(folder):
-    names = [path.name for path in (folder / "checkpoints").iterdir()]
-    return sorted(int(name) for name in names if name.isdigit())
+pytestmark = pytest.mark.usefixtures("one_layer")
 
 
 # What is kept.
@@ -90,7 +72,7 @@ def test_minutes_save_between_the_steps_that_do(tiny, tmp_path):
 def test_checkpoint_tells_where_the_run_was(tiny, tmp_path):
     tiny.train.steps = 3
     train(tiny, tmp_path / "run")
-    at, meta = checkpoint.newest(tmp_path / "run")
+    at, meta = newest(tmp_path / "run")
     assert (at, meta["step"], meta["rows_seen"]) == (3, 3, 24)
     assert meta["tokens_seen"] == metrics.read_rows(tmp_path / "run")[0][3]["tokens_seen"]
     assert meta["versions"]["jax"] == jax.__version__

@@ -6,10 +6,11 @@ import convert_helpers as helpers
 import numpy as np
 import pytest
 from convert_helpers import TIED, convert, refuses
+from run_helpers import newest
 
 from deltares_jax import load
 from deltares_jax.interop import exporting, files
-from deltares_jax.training import checkpoint, signals
+from deltares_jax.training import signals
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_incomplete_checkpoint_is_refused_and_leaves_nothing(sharded, tmp_path, 
     change(sharded)
     with refuses(*words):
         convert(sharded, tmp_path / "run")
-    assert checkpoint.newest(tmp_path / "run") is None
+    assert newest(tmp_path / "run") is None
 
 
 def test_types_may_be_mixed_and_are_counted(tied, tmp_path, capsys):

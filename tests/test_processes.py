@@ -5,8 +5,9 @@ import signal
 
 import pytest
 from process_helpers import Process, free_port, group, member
+from run_helpers import newest
 
-from deltares_jax.training import checkpoint, metrics
+from deltares_jax.training import metrics
 
 
 def log(folder):
@@ -35,7 +36,7 @@ def test_signal_to_one_process_stops_all_at_the_same_step(tmp_path):
     assert "stopped by SIGTERM after step" in both[1].error
     assert both[0].error.split("step")[-1] == both[1].error.split("step")[-1]
     assert not [line for line in both[1].lines if "Gloo" not in line]  # one tells
-    at, meta = checkpoint.newest(tmp_path / "run")
+    at, meta = newest(tmp_path / "run")
     assert meta["rows_seen"] == 8 * at
     assert sorted(log(tmp_path / "run")[0]) == list(range(1, at + 1))
 
@@ -91,7 +92,7 @@ def test_run_goes_on_with_another_number_of_processes(tmp_path):
         else:
             processes = group(2, *arguments(tmp_path, steps))
         assert {process.end() for process in processes} == {0}, [p.errors for p in processes]
-        assert checkpoint.newest(tmp_path / "run")[1]["rows_seen"] == 8 * steps
+        assert newest(tmp_path / "run")[1]["rows_seen"] == 8 * steps
     parts, straight = log(tmp_path / "run")[0], log(tmp_path / "whole" / "run")[0]
     assert sorted(parts) == sorted(straight)
     for step, (loss, rate, _, tokens) in straight.items():

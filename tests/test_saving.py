@@ -6,34 +6,14 @@ import shutil
 import subprocess
 import sys
 
-import jax
 import pytest
 from conftest import ROOT
+from run_helpers import losses, saved, train
 
-from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint, loop, metrics, signals
+from deltares_jax.training import checkpoint, metrics, signals
 
-
-@pytest.fixture
-def tiny(tiny):
-    """Compiled fast: nothing here depends on the model."""
-    tiny.model.num_layers = 1
-    tiny.model.residual.variant = "baseline"
-    return tiny
-
-
-def train(config, folder, devices=1):
-    return loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:devices])
-
-
-def losses(folder):
-    return {step: row["loss"] for step, row in metrics.read_rows(folder)[0].items()}
-
-
-def saved(folder):
-    names = [path.name for path in (folder / "checkpoints").iterdir()]
-    return sorted(int(name) for name in names if name.isdigit())
+pytestmark = pytest.mark.usefixtures("one_layer")
 
 
 def test_save_that_fails_in_the_background_stops_the_run_at_the_next_steps(

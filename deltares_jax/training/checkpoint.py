@@ -259,17 +259,6 @@ def _is_leftover(name: str) -> bool:
     return name.endswith(_REMOVED) or ".orbax-checkpoint-tmp" in name
 
 
-def newest(workdir: pathlib.Path) -> tuple[int, dict[str, Any]] | None:
-    """The newest step of a run and what was saved beside its state; None for a new run.
-
-    Raises:
-      DamagedError: it cannot be read.
-    """
-    reader = Checkpointer(workdir)
-    steps = reader.steps()
-    return (steps[-1], reader.read_meta(steps[-1])) if steps else None
-
-
 def abstract(state: Any, shardings: Any) -> Any:
     """Shapes and dtypes of a state together with its shardings."""
     return jax.tree.map(
