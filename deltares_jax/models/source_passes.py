@@ -117,27 +117,25 @@ class Passes:
         return reader_rule.sum_up(buffer, logits, sees, span, centered)
 
     def gather(
-        self, buffer: Any, values: Any, slot: Any, readers: Readers, stats: Stats, back: Back
+        self, buffer: Any, slot: Any, count: int, readers: Readers, stats: Stats, back: Back
     ) -> tuple[list[jax.Array], Back]:
-        """Gradients of the sources from `slot` on, from the readers of later layers."""
-        number = jnp.arange(len(self.view.end_R))
-        sees = reader_rule.sees(self.view, number, slot + jnp.arange(len(values)))
-        sees &= (number + 1 >= slot + len(values))[:, None]
-        d_values, d_query, d_gain = reader_rule.gather(
-            self.ops,
+        """Gradients of `count` sources from `slot` on, from the readers of later layers."""
+        query_RD, gain_RD = (p.astype(self.wide) for p in (readers.query_RD, readers.gain_RD))
+        d_values, d_direction_RD = self.ops.gather(
             buffer,
-            values,
-            sees,
-            (slot + len(values), len(buffer)),
-            readers,
-            stats,
+            slot,
+            count,
+            query_RD * gain_RD,
+            self.view.end_R,
             self.view.count_R,
-            back.c_RBT,
+            (*stats, back.c_RBT),
             self.eps,
             self.centered,
         )
+        d_query, d_gain = back.d_readers.query_RD, back.d_readers.gain_RD
         d_readers = back.d_readers._replace(
-            query_RD=back.d_readers.query_RD + d_query, gain_RD=back.d_readers.gain_RD + d_gain
+            query_RD=d_query + (d_direction_RD * gain_RD).astype(d_query.dtype),
+            gain_RD=d_gain + (d_direction_RD * query_RD).astype(d_gain.dtype),
         )
         # Added up here and now: their parts would be kept until they are read.
         return lax.optimization_barrier(d_values), back._replace(d_readers=d_readers)

@@ -174,9 +174,8 @@ class _Depth:
                 number, k, layer = first + place, place % 2, place // 2
                 kind, slot = variants.SUBLAYERS[k], 1 + number - k
                 if k == 1:
-                    two = lax.dynamic_slice_in_dim(buffer, slot, 2)
-                    d_values, back = self.passes.gather(buffer, two, slot, readers, stats, back)
-                    values = [*lax.dynamic_slice_in_dim(buffer, 1 + first, place - 1), *two]
+                    d_values, back = self.passes.gather(buffer, slot, 2, readers, stats, back)
+                    values = list(lax.dynamic_slice_in_dim(buffer, 1 + first, place + 1))
                 before, here = self._split(values[:place], place)
                 reader, here = readers.at(number, 1), [v.astype(self.wide) for v in here]
                 part = self._join(number, parts[place], reader, before)
@@ -211,7 +210,7 @@ class _Depth:
         (buffer, _, d_stream, back), d_layers = lax.scan(body, carry, xs, reverse=True)
         d_embedding = jnp.zeros((), self.wide) if d_stream is None else d_stream
         if self.row.seeded:
-            d_first, back = self.passes.gather(buffer, buffer[:1], 0, readers, stats, back)
+            d_first, back = self.passes.gather(buffer, 0, 1, readers, stats, back)
             d_embedding += d_first[0]
         d_layers = jax.tree.map(lambda d, p: d.reshape(p.shape), d_layers, sublayers)
         return d_layers, back.d_readers, d_embedding.astype(buffer.dtype), None
