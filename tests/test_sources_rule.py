@@ -127,7 +127,7 @@ def gathered(ops, buffer_SBTD, direction_RD, stats_3RBT, slot, count, centered):
     R = len(direction_RD)
     end_R, count_R = np.arange(R) + 1, np.arange(R) + 2
     end_R[-3], count_R[-1] = 3, 1
-    stats = (stats_3RBT[0], 1 + jnp.exp(stats_3RBT[1]), stats_3RBT[2])
+    stats = (3 + jnp.exp(stats_3RBT[0]), 1 + jnp.exp(stats_3RBT[1]), stats_3RBT[2])
     args = (buffer_SBTD, slot, count, direction_RD, end_R, count_R, stats, 1e-6, centered)
     return ops.gather(*args)
 
@@ -144,7 +144,7 @@ def test_the_kernel_of_the_backward_pass_has_the_gradients_of_the_loop(
     found = gathered(routing_kernels, *arrays, slot, count, centered)
     expected = gathered(routing_loops, *arrays, slot, count, centered)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * jnp.max(jnp.abs(b)))
+        np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * jnp.max(jnp.abs(b)))
 
 
 @pytest.mark.slow
@@ -175,10 +175,11 @@ def test_kernels_on_a_mesh_have_the_values_of_one_device(interpreted):
 
     @jax.jit
     def both(buffer_SBTD, stats_3RBT):
+        buffer_SBTD = routing_kernels.put(buffer_SBTD, [2 * buffer_SBTD[0], buffer_SBTD[4]], 1)
         ends = jnp.array([3, 4])
         read = routing_kernels.read(buffer_SBTD, direction_RD[:2], (1, 4), ends, 1e-6, True)
         back = gathered(routing_kernels, buffer_SBTD, direction_RD, stats_3RBT, 1, 2, False)
-        return read, back
+        return read, back, buffer_SBTD
 
     arrays = (buffer_SBTD, stats_3RBT)
     expected = both(*arrays)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 ROWS = 16  # of the width that stay in registers; bfloat16 is packed by 16
 SLOTS = 4  # of one grid step
@@ -21,6 +22,19 @@ SLOTS = 4  # of one grid step
 def _values(slots: Any, number: Any) -> list[jax.Array]:
     """Some rows of the slots of a step, in float32."""
     return [slot[0, 0, pl.ds(number * ROWS, ROWS), :].astype(jnp.float32) for slot in slots]
+
+
+def put(K: int, slot: Any, *refs: Any) -> None:
+    """Copies K values into the buffer that lies in the same memory."""
+    values, buffer, semaphores = refs[:K], refs[K + 1], refs[K + 2]
+    copies = [
+        pltpu.make_async_copy(value, buffer.at[slot[0] + k], semaphores.at[k])
+        for k, value in enumerate(values)
+    ]
+    for copy in copies:
+        copy.start()
+    for copy in copies:
+        copy.wait()
 
 
 def read(R: int, eps: float, D: int, bounds: Any, *refs: Any) -> None:

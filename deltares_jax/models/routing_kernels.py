@@ -78,6 +78,47 @@ def fits(model: Any, readers: int) -> bool:
     return needed < _FAST_MEMORY
 
 
+def put(buffer_SBTD: jax.Array, values: list[jax.Array], slot: Any) -> jax.Array:
+    """As `routing_loops.put`, as plain copies in memory."""
+
+    def local(slot_1: jax.Array, buffer_SBDT: jax.Array, *values: jax.Array) -> jax.Array:
+        K, anywhere = len(values), pl.BlockSpec(memory_space=pl.ANY)
+        moved = 2 * K * math.prod(values[0].shape) * buffer_SBDT.dtype.itemsize
+        result: jax.Array = pl.pallas_call(
+            functools.partial(kernel_bodies.put, K),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(1,),
+                in_specs=[anywhere] * (K + 1),
+                out_specs=anywhere,
+                scratch_shapes=[pltpu.SemaphoreType.DMA((K,))],
+            ),
+            out_shape=jax.ShapeDtypeStruct(buffer_SBDT.shape, buffer_SBDT.dtype),
+            input_output_aliases={K + 1: 0},
+            cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=moved, transcendentals=0),
+            name="route_put",
+            interpret=INTERPRET,
+        )(slot_1, *values, buffer_SBDT)
+        return result
+
+    slot_1 = jnp.asarray(slot, jnp.int32)[None]
+    arrays = [jnp.swapaxes(buffer_SBTD, 2, 3), *(jnp.swapaxes(value, 1, 2) for value in values)]
+    along, whole = _placement()
+    if along is not None:
+        value = jax.sharding.PartitionSpec(*along[1:])
+        specs = (whole, along, *[value] * len(values))
+        local = jax.shard_map(local, in_specs=specs, out_specs=along, check_vma=False)
+    return jnp.swapaxes(local(slot_1, *arrays), 2, 3)
+
+
+def _placement() -> tuple[Any, Any]:
+    """How [n, B, height, T] is cut over the mesh, None without one, and what is not cut."""
+    whole = jax.sharding.PartitionSpec()
+    if jax.sharding.get_abstract_mesh().empty:
+        return None, whole
+    return nn.logical_to_mesh_axes((None, "batch", None, "length")), whole
+
+
 def read(
     buffer_SBTD: jax.Array,
     direction_RD: jax.Array,
@@ -159,11 +200,10 @@ class _Call(NamedTuple):
     ) -> tuple[jax.Array, ...]:
         """What the kernel puts out, on the tokens of each device."""
         buffer_SBDT = jnp.swapaxes(buffer_SBTD, 2, 3)
-        if jax.sharding.get_abstract_mesh().empty:
+        along, whole = _placement()
+        if along is None:
             return self._run(bounds, buffer_SBDT, *arrays)
-        along = nn.logical_to_mesh_axes((None, "batch", None, "length"))
-        axes = jax.tree.leaves(tuple(along))
-        whole = jax.sharding.PartitionSpec()
+        axes = jax.tree.leaves([axis for axis in along if axis is not None])
 
         def local(*args: jax.Array) -> tuple[jax.Array, ...]:
             results = self._run(*args)

@@ -36,6 +36,13 @@ def _sum_over_width(products: jax.Array) -> jax.Array:
     return jnp.einsum("...d,d->...", products, ones_D, precision=lax.Precision.HIGHEST)
 
 
+def put(buffer_SBTD: jax.Array, values: list[jax.Array], slot: Any) -> jax.Array:
+    """Writes values, [B, T, D] each in the dtype of the buffer, from a slot on."""
+    for k, value_BTD in enumerate(values):
+        buffer_SBTD = lax.dynamic_update_index_in_dim(buffer_SBTD, value_BTD, slot + k, 0)
+    return buffer_SBTD
+
+
 def read(
     buffer_SBTD: jax.Array,
     direction_RD: jax.Array,

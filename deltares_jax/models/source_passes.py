@@ -52,8 +52,19 @@ class Passes:
     def empty_buffer(self, embedding_BTD: jax.Array) -> jax.Array:
         """The buffer [S, B, T, D] with the embedding in its first slot."""
         shape = (1 + len(self.view.end_R), *embedding_BTD.shape)
-        buffer = lax.empty(shape, embedding_BTD.dtype)
-        return lax.dynamic_update_index_in_dim(buffer, embedding_BTD, 0, 0)
+        return self.put(lax.empty(shape, embedding_BTD.dtype), [embedding_BTD], 0)
+
+    def put(self, buffer: jax.Array, values: list[jax.Array], slot: Any) -> jax.Array:
+        """Writes values, [B, T, D] each, from a slot on."""
+        buffer = self.ops.put(buffer, [value.astype(buffer.dtype) for value in values], slot)
+        return nn.with_logical_constraint(buffer, (None, "batch", "length", "embed"))
+
+    def sum(self, buffer: jax.Array, end: int) -> jax.Array:
+        """The sum of the slots before `end`, [B, T, D]: that is the mix of equal logits."""
+        direction = jnp.zeros((1, buffer.shape[-1]), self.wide)
+        mixes, *_ = self.ops.read(buffer, direction, (0, end), jnp.array([end]), self.eps, False)
+        total: jax.Array = mixes[0]
+        return total
 
     def empty_table(self, buffer: jax.Array) -> Any:
         """Where the logits of all readers on all slots go, [S, R, B, T]; None if not wanted."""
