@@ -59,6 +59,10 @@ class Passes:
         buffer = self.ops.put(buffer, [value.astype(buffer.dtype) for value in values], slot)
         return nn.with_logical_constraint(buffer, (None, "batch", "length", "embed"))
 
+    def slot(self, buffer: jax.Array, slot: Any) -> jax.Array:
+        """What a slot holds, [B, T, D]."""
+        return lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)
+
     def sum(self, buffer: jax.Array, end: int) -> jax.Array:
         """The sum of the slots before `end`, [B, T, D]: that is the mix of equal logits."""
         direction = jnp.zeros((1, buffer.shape[-1]), self.wide)

@@ -162,7 +162,7 @@ class _Depth:
                 kind, slot = variants.SUBLAYERS[k], 1 + number - k
                 if k == 1:
                     d_values, back = self.passes.gather(buffer, slot, 2, readers, stats, back)
-                    values = list(lax.dynamic_slice_in_dim(buffer, 1 + first, place + 1))
+                    values = [self.passes.slot(buffer, 1 + first + k) for k in range(place + 1)]
                 before, here = self._split(values[:place], place)
                 reader, here = readers.at(number, 1), [v.astype(self.wide) for v in here]
                 part = self._join(number, parts[place], reader, before)
@@ -273,7 +273,7 @@ class _Depth:
         if self.summed:
             before = after - values[place].astype(after.dtype)
             return before.astype(buffer.dtype), before
-        return lax.dynamic_index_in_dim(buffer, slot - 1 + place, 0, keepdims=False), None
+        return self.passes.slot(buffer, slot - 1 + place), None
 
 
 def _layer(group: Params, whole: Params, layer: int) -> Params:
