@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 from test_parallel import make_mesh
 
 from deltares_jax import config as config_lib
 from deltares_jax.models import routing_kernels, routing_loops, transformer, variants
-from deltares_jax.parallel import sharding
+from deltares_jax.parallel import sharding, topology
 
 PER_SUBLAYER = [name for name, row in variants.VARIANTS.items() if row.grows == "sublayer"]
 per_sublayer = pytest.mark.parametrize("name", PER_SUBLAYER)
@@ -152,6 +152,29 @@ def test_the_kernel_of_the_backward_pass_has_the_gradients_of_the_loop(
     expected = gathered(routing_loops, *arrays, slot, count, centered)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * jnp.max(jnp.abs(b)))
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("v5e:2x2", 1280), ("v5p:2x2x1", 4096), ("v6e:2x2", 1280)]
+)
+def test_kernels_for_36_layers_have_room_in_the_fast_memory_of_a_tpu(name, width):
+    pytest.importorskip("libtpu")
+    S, B, T = 73, 2, 512
+    device = SingleDeviceSharding(topology.devices(topology.parse(name))[0])
+
+    def kernels(buffer_SBTD, direction_RD, stats_3RBT, slot):
+        ends = jnp.arange(2) + slot
+        read = routing_kernels.read(buffer_SBTD, direction_RD[:2], (0, slot), ends, 1e-6, True)
+        return read, gathered(routing_kernels, buffer_SBTD, direction_RD, stats_3RBT, slot, 2, True)
+
+    shapes = (S, B, T, width), (S - 1, width), (3, S - 1, B, T), ()
+    dtypes = jnp.bfloat16, jnp.float32, jnp.float32, jnp.int32
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    program = jax.jit(kernels).lower(*args).compile().as_text()
+    assert program.count("tpu_custom_call") >= 2
 
 
 @pytest.mark.slow

@@ -176,6 +176,9 @@ def gather(K: int, eps: float, centered: bool, bounds: Any, *refs: Any) -> None:
     directions_SD, directions_DS, stats, *d_values = rest[: 3 + K]
     d_directions, mixes, dots, d_dots, rows = rest[3 + K :]
     step, D = pl.program_id(2), directions_SD.shape[1]
+    # Products of matrices by parts of the width: what lies between them takes up fast memory.
+    height = 128 if D % 128 == 0 else D
+    parts = [pl.ds(start, height) for start in range(0, D, height)]
     scales, d_scales = [rows.at[k] for k in range(K)], [rows.at[K + k] for k in range(K)]
 
     @pl.when((step == 0) & (pl.program_id(1) == 0))
@@ -186,13 +189,15 @@ def gather(K: int, eps: float, centered: bool, bounds: Any, *refs: Any) -> None:
     def _start() -> None:
         for total in (mixes, d_dots, rows):
             total[...] = jnp.zeros_like(total)
-        for k, value_ref in enumerate(values):
-            value = value_ref[0, 0, :, :].astype(jnp.float32)
-            square = jnp.sum(value * value, axis=0, keepdims=True) / D
+        for k in range(K):
+            square, dots[k, :, :] = jnp.zeros_like(scales[k][...]), jnp.zeros_like(dots[k, :, :])
+            for part in parts:
+                value = values[k][0, 0, part, :].astype(jnp.float32)
+                square += jnp.sum(value * value, axis=0, keepdims=True) / D
+                dots[k, :, :] += _dot(directions_SD[:, part], value, 0)
             if eps == 0:
                 square = jnp.where(square > 0, square, 1.0)
             scales[k][...] = lax.rsqrt(square + eps)
-            dots[k, :, :] = _dot(directions_SD[...], value, 0)
 
     first = bounds[0] + step * SLOTS
 
@@ -229,8 +234,10 @@ def gather(K: int, eps: float, centered: bool, bounds: Any, *refs: Any) -> None:
     @pl.when(step == pl.num_programs(2) - 1)
     def _end() -> None:
         for k in range(K):
-            value = values[k][0, 0, :, :].astype(jnp.float32)
-            d_directions[0, :, :] += _dot(d_dots[k, :, :], value, 1)
             drift = d_scales[k][...] * scales[k][...] ** 3 / D
-            d_value = mixes[k, :, :] + _dot(directions_DS[...], d_dots[k, :, :], 0) - drift * value
-            d_values[k][0, 0, :, :] = d_value.astype(d_values[k].dtype)
+            for part in parts:
+                value = values[k][0, 0, part, :].astype(jnp.float32)
+                d_directions[0, :, part] += _dot(d_dots[k, :, :], value, 1)
+                pulled = _dot(directions_DS[part, :], d_dots[k, :, :], 0)
+                d_value = mixes[k, part, :] + pulled - drift * value
+                d_values[k][0, 0, part, :] = d_value.astype(d_values[k].dtype)
