@@ -83,7 +83,11 @@ def _config(
             f"tokenizer: ids below {size:,}; the embedding has {config.model.vocab_size:,} rows, "
             "all are kept"
         )
-    return config_lib.resolve(config), notes
+    try:
+        return config_lib.resolve(config), notes
+    except ValueError as error:
+        plain, where = values["model_type"] == hf_config.PLAIN, str(folder / hf_config.FILE)
+        raise ValueError(hf_config.in_its_words(str(error), where, plain)) from None
 
 
 def _tokenizer_size(path: pathlib.Path) -> int:
@@ -193,7 +197,7 @@ def _save(
     kept = target / workdir_lib.KEPT
     kept.mkdir(exist_ok=True)
     for name in (hf_config.FILE, *files.COMPANIONS):
-        if (folder / name).exists():
+        if (folder / name).is_file():
             shutil.copyfile(folder / name, kept / name)
     workdir_lib.write_run_files(target, config, jax.devices())
     with checkpoint.Checkpointer(target, keep=1) as checkpoints:
