@@ -103,7 +103,7 @@ def _summary(model: FrozenConfigDict, hf: str) -> str:
     return (
         f"{hf}: {model.num_layers} layers, width {model.width}, {model.num_heads} heads and "
         f"{model.num_kv_heads} KV heads of {model.head_dim}, MLP {model.mlp_width}, vocabulary "
-        f"{model.vocab_size:,}, {head}, rope_theta {model.rope_theta:g}, eps {model.norm_eps:g}"
+        f"{model.vocab_size:,}, {head}, rope_theta {model.rope_theta:.12g}, eps {model.norm_eps:g}"
     )
 
 
