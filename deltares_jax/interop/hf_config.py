@@ -109,7 +109,7 @@ def _number(values: dict[str, Any], key: str, where: str) -> float:
         raise ValueError(f"{where}: {key} is missing")
     kind_fits = isinstance(value, int | float) and not isinstance(value, bool)
     if not (kind_fits and abs(value) < _LARGEST):  # nor nan
-        raise ValueError(f"{where}: {key}={value!r} must be a number")
+        raise ValueError(f"{where}: {key}={value!r} must be a number that float32 holds")
     return float(value)
 
 
