@@ -26,11 +26,11 @@ def _recipe(variant: str) -> str:
     """The recipe and its overrides, as a run of another variant repeats them.
 
     That of an option of routing would be refused, or without effect, on the baseline. Where a
-    process stands among others, and whose weights it starts from, is not for another run.
+    process stands among others is not for another run.
     """
     words = [shlex.quote(command.recipe_path())]
     for key, value in command.overrides().items():
-        if key.startswith(("distributed.", "init_")):
+        if key.startswith("distributed."):
             continue
         of_routing = key.startswith("model.residual.")
         if key != "model.residual.variant" and (variant == "baseline" or not of_routing):

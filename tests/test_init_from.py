@@ -144,7 +144,11 @@ def test_checkpoint_without_optimizer_gives_its_weights(source, still, tmp_path)
         ),
         ({"init_optimizer": True, "train.steps": 3}, "train.steps=3 must exceed 6"),
         ({"init_from": "SOURCE@7"}, "no checkpoint of step 7; it has [1, 2, 3, 4, 5, 6]"),
-        ({"init_from": "nowhere"}, "init_from=nowhere: nowhere is no run"),
+        (
+            {"init_from": "nowhere"},
+            "nowhere is no run: it has no checkpoints/; it must be a run, or what "
+            "deltares_jax.convert import made",
+        ),
         ({"init_from": "gs://b/run"}, "init_from='gs://b/run' must be a local folder"),
         ({"init_from": "", "init_optimizer": True}, "init_optimizer=True needs init_from"),
     ],

@@ -83,7 +83,11 @@ def _config(
             f"tokenizer: ids below {size:,}; the embedding has {config.model.vocab_size:,} rows, "
             "all are kept"
         )
-    return config_lib.resolve(config), notes
+    try:
+        return config_lib.resolve(config), notes
+    except ValueError as error:
+        plain, where = values["model_type"] == hf_config.PLAIN, str(folder / hf_config.FILE)
+        raise ValueError(hf_config.in_its_words(str(error), where, plain)) from None
 
 
 def _tokenizer_size(path: pathlib.Path) -> int:
@@ -99,7 +103,7 @@ def _summary(model: FrozenConfigDict, hf: str) -> str:
     return (
         f"{hf}: {model.num_layers} layers, width {model.width}, {model.num_heads} heads and "
         f"{model.num_kv_heads} KV heads of {model.head_dim}, MLP {model.mlp_width}, vocabulary "
-        f"{model.vocab_size:,}, {head}, rope_theta {model.rope_theta:g}, eps {model.norm_eps:g}"
+        f"{model.vocab_size:,}, {head}, rope_theta {model.rope_theta:.12g}, eps {model.norm_eps:g}"
     )
 
 
@@ -193,7 +197,7 @@ def _save(
     kept = target / workdir_lib.KEPT
     kept.mkdir(exist_ok=True)
     for name in (hf_config.FILE, *files.COMPANIONS):
-        if (folder / name).exists():
+        if (folder / name).is_file():
             shutil.copyfile(folder / name, kept / name)
     workdir_lib.write_run_files(target, config, jax.devices())
     with checkpoint.Checkpointer(target, keep=1) as checkpoints:

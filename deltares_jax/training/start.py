@@ -95,8 +95,13 @@ def _other(config: FrozenConfigDict) -> Start:
     try:
         run, at = workdir_lib.locate(*workdir_lib.split_step(config.init_from))
         saved = checkpoint.Checkpointer(run).read_meta(at)
-    except (ValueError, checkpoint.DamagedError) as error:
+    except checkpoint.DamagedError as error:
         raise ValueError(f"init_from={config.init_from}: {error}") from None
+    except ValueError as error:
+        raise ValueError(
+            f"init_from={config.init_from}: {error}; it must be a run, or what "
+            "deltares_jax.convert import made of a model of Qwen3"
+        ) from None
     changes = config_resume.changed_on_init(saved["config"], config)
     name = f"{workdir_lib.shown(run)}@{at}"
     if not config.init_optimizer:

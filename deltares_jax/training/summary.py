@@ -136,7 +136,10 @@ def finish(
     plots.loss_curve(made, held_out, folder / PICTURE, title, bigram)
     lines.append(f"curve: {workdir_lib.shown(folder / PICTURE)}")
     other = "baseline" if config.model.residual.variant != "baseline" else "delta_block"
-    if recipe:
+    if recipe and config.init_from:  # weights that no other variant can start from
+        here, there = (shlex.quote(workdir_lib.shown(folder) + end) for end in ("", "_hf"))
+        lines.append(f"next: python -m deltares_jax.convert export --workdir={here} --out={there}")
+    elif recipe:
         lines.append(
             f"next: python -m deltares_jax.train --config={recipe} "
             f"--config.model.residual.variant={other} "
