@@ -89,6 +89,9 @@ AT_MOST: dict[str, float] = {
     "eval.batch_size": 2**16,
     "train.seed": 2**32 - 1,
     "data.workers": 2**10,
+    "distributed.num_processes": 2**16,
+    "distributed.timeout": 7 * 86400,
+    "distributed.heartbeat": 7 * 86400,
 }
 _INT_LIMIT = 2**31 - 1
 _FLOAT_LIMIT = 3e38  # of float32

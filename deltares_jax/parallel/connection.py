@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import threading
 from typing import Any
@@ -14,7 +15,8 @@ def split_address(address: str) -> tuple[str, int]:
       ValueError: it is not of that form.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65535:
+    number = re.fullmatch(r"\d{1,5}", port, re.ASCII)
+    if not host or "/" in host or not number or not 0 < int(port) < 65535:
         raise ValueError(
             f"distributed.coordinator={address!r} must be HOST:PORT with a port from 1 to 65534"
         )
