@@ -5,6 +5,7 @@ Each check raises one `ValueError` that names the key, the value and the rule.
 
 import difflib
 import math
+import pathlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -158,9 +159,13 @@ def values(flat: Flat) -> None:
 
 
 def local_folder(key: str, path: str) -> None:
-    """Refuses addresses of buckets, which would become a local folder of that name."""
+    """Refuses addresses of buckets, which would become local folders, and homes of nobody."""
     if "://" in path:
         raise ValueError(f"{key}={path!r} must be a local folder; buckets are not supported")
+    try:
+        pathlib.Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{key}={path!r}: there is no such home folder") from None
 
 
 def combinations(flat: Flat) -> None:

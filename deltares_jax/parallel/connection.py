@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import select
 import socket
 import threading
 from typing import Any
@@ -51,6 +52,14 @@ class Connection:
             raise
         except (OSError, ValueError):
             return None
+
+    def gone(self) -> bool:
+        """Whether the other one has ended; for a time in which it has nothing to send."""
+        try:
+            readable, _, _ = select.select([self._socket], [], [], 0)
+            return bool(readable) and not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Ends it."""

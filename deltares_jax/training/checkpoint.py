@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from deltares_jax import config_resume
 from deltares_jax.training import named_arrays
 from deltares_jax.training import workdir as workdir_lib
 
@@ -172,6 +173,8 @@ class Checkpointer:
                 f"{self.folder / str(step)} is of format {version}, this version reads "
                 f"{META_VERSION}"
             )
+        with self._reading(step):
+            meta["config"] = config_resume.completed(meta["config"])
         return meta
 
     def arrays(self, step: int) -> dict[str, str]:
