@@ -14,7 +14,7 @@ from run_helpers import losses, newest, saved, train
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint, metrics
+from deltares_jax.training import checkpoint, metrics, start
 
 pytestmark = pytest.mark.usefixtures("one_layer")
 
@@ -36,6 +36,11 @@ pytestmark = pytest.mark.usefixtures("one_layer")
 def test_kept_steps(keep, period, best, stays):
     held_out = {20: 1.0, 40: 2.0, 60: 3.0, 70: 0.0}  # there is no checkpoint of 70
     assert checkpoint.kept([10, 20, 30, 40, 50, 60], keep, period, best, held_out) == stays
+
+
+def test_loss_that_is_not_finite_is_never_the_best():
+    held_out = {10: float("nan"), 20: 2.0, 30: float("nan"), 40: 1.0, 50: float("inf")}
+    assert checkpoint.kept([10, 20, 30, 40, 50, 60], 1, 0, 3, held_out) == {20, 40, 60}
 
 
 def test_best_step_is_saved_when_it_is_found_and_kept(tiny, tmp_path, monkeypatch):
@@ -151,6 +156,19 @@ def test_damaged_newest_step_is_skipped_and_said(run, tmp_path, capsys, how):
     assert load(tmp_path / "run").step == 7
 
 
+def test_step_that_this_user_may_not_read_is_not_taken_for_damaged(run, tmp_path, monkeypatch):
+    config, source, _ = run
+    shutil.copytree(source, tmp_path / "run")
+
+    def denied(*_, **__):
+        raise ValueError("PERMISSION_DENIED: Error opening a file")
+
+    monkeypatch.setattr(checkpoint.ocp.PyTreeCheckpointHandler, "restore", denied)
+    with pytest.raises(ValueError, match=r"checkpoints/6: Permission denied; give the user"):
+        train(config, tmp_path / "run")
+    assert saved(tmp_path / "run") == [2, 4, 6]
+
+
 def test_run_without_a_readable_checkpoint_does_not_begin_anew(run, tmp_path):
     config, source, _ = run
     shutil.copytree(source, tmp_path / "run")
@@ -163,6 +181,23 @@ def test_run_without_a_readable_checkpoint_does_not_begin_anew(run, tmp_path):
     assert saved(tmp_path / "run") == [2, 4, 6]  # nothing was moved
     with pytest.raises(ValueError, match=r"checkpoints/6 is damaged"):
         load(tmp_path / "run")
+
+
+def test_checkpoint_that_is_older_than_a_key_has_its_default(run, tmp_path):
+    config, source, _ = run
+    shutil.copytree(source, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "6" / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    del meta["config"]["optim"]["z_loss"], meta["config"]["data"]["repeat"]
+    path.write_text(json.dumps(meta))
+    assert load(tmp_path / "run").config == load(source).config
+    asked = config.copy_and_resolve_references()
+    asked.data.repeat = False
+    found = start.find(config_lib.resolve(asked), tmp_path / "run")
+    assert "data.repeat: True → False" in found.changes
+    asked.optim.z_loss = 1e-4
+    with pytest.raises(ValueError, match=r"optim\.z_loss: 0\.0 → 0\.0001"):
+        start.find(config_lib.resolve(asked), tmp_path / "run")
 
 
 def test_leftovers_alone_are_a_fresh_start(tiny, tmp_path, capsys):

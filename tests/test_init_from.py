@@ -7,19 +7,16 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import run_helpers
 from conftest import tiny_config
 from run_helpers import newest, train
 
 from deltares_jax import load
-from deltares_jax.training import checkpoint, metrics
+from deltares_jax.training import checkpoint
 
 
 def log(folder):
-    rows, _ = metrics.read_rows(folder)
-    return {
-        step: [row[k] for k in ("loss", "learning_rate", "grad_norm", "tokens_seen")]
-        for step, row in rows.items()
-    }
+    return run_helpers.log(folder)[0]
 
 
 def assert_same_params(a, b):
@@ -157,6 +154,14 @@ def test_what_does_not_fit_is_refused(source, constant, tmp_path, changes, words
     with pytest.raises(ValueError, match=re.escape(words)):
         train(constant, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_damaged_step_of_another_run_is_named_beside_those_it_has(source, constant, tmp_path):
+    shutil.copytree(source, tmp_path / "copy")
+    constant.init_from = str(tmp_path / "copy")
+    (tmp_path / "copy" / "checkpoints" / "6" / "meta" / "metadata").write_text("")
+    with pytest.raises(ValueError, match=r"6 is damaged .*RUN@STEP names another of \[1, 2, 3, 4"):
+        train(constant, tmp_path / "run")
 
 
 def test_arrays_that_differ_are_named(source, constant, tmp_path):

@@ -1,9 +1,12 @@
 """How processes find each other: the roll, their place, the watch over each other."""
 
+import contextlib
 import functools
 import http.server
 import queue
+import socket
 import threading
+import time
 from typing import ClassVar
 
 import pytest
@@ -78,6 +81,26 @@ def test_late_process_joins_and_one_too_many_is_turned_away():
     assert answers["second"] == ["a", "b"]
     second.leave(0)
     first.leave(0)
+
+
+def test_process_that_is_started_again_while_others_are_waited_for():
+    port = free_port()
+    found = {}
+    first = threading.Thread(target=lambda: found.update(first=call(port, 0, timeout=20)))
+    first.start()
+    place = None
+    while place is None:
+        with contextlib.suppress(OSError):
+            place = socket.create_connection(("localhost", port))
+    connection = peers.Connection(place)
+    connection.send({"id": 1, "count": 3, "who": "one that dies"})
+    time.sleep(0.3)
+    connection.close()
+    others = call(port, 1, 2, timeout=20)
+    first.join()
+    for peer in (*others, *found["first"]):
+        assert isinstance(peer, peers.Peers), peer
+        peer.leave(0)
 
 
 def test_different_numbers_of_processes_are_refused():

@@ -8,19 +8,12 @@ import threading
 import time
 
 import pytest
-from run_helpers import train
+from run_helpers import log, train
 
 from deltares_jax import load
 from deltares_jax.training import checkpoint, evaluation, metrics, programs, signals
 
 pytestmark = pytest.mark.usefixtures("one_layer")
-
-
-def log(folder):
-    """What the run made, without the clock."""
-    rows, held_out = metrics.read_rows(folder)
-    names = ("loss", "learning_rate", "grad_norm", "tokens_seen")
-    return {s: [r[n] for n in names] for s, r in rows.items()}, held_out
 
 
 def send(number=signal.SIGTERM):
@@ -105,15 +98,14 @@ def test_stop_at_an_evaluated_step_leaves_the_evaluation_to_the_next_run(
     assert log(tmp_path / "stopped") == log(tmp_path / "straight")
 
 
-def test_stop_of_a_command_that_still_starts():
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_stop_of_a_command_that_still_starts(name):
     """Not 143, which would say that something was saved."""
     code = "from deltares_jax.training import signals as s; import signal, os, time; "
-    code += "signal.signal(signal.SIGTERM, s.end_at_once); os.kill(os.getpid(), signal.SIGTERM); "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "time.sleep(60)"], capture_output=True, text=True
-    )
+    code += f"s.end_on_request(); os.kill(os.getpid(), signal.{name}); time.sleep(60)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 144
-    assert done.stderr == "stopped by SIGTERM outside of training; there is nothing to save\n"
+    assert done.stderr == f"stopped by {name} outside of training; there is nothing to save\n"
 
 
 def test_second_sigterm_changes_nothing(tiny, tmp_path, monkeypatch):

@@ -24,7 +24,10 @@ def set_up_jax(config: FrozenConfigDict) -> None:
     """Switches on float64 and the compile cache, as the config asks."""
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    if config.train.compile_cache == "off" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    if config.train.compile_cache == "off":
+        jax.config.update("jax_compilation_cache_dir", None)
+        return
+    if config.train.compile_cache == "auto" and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     path = pathlib.Path(config.train.compile_cache)
     try:

@@ -249,7 +249,8 @@ class Run:
         self.evaluated.add(number)
         losses = tools.checkpoints.losses
         losses[number] = row["eval_loss"]
-        lowest = sorted(losses.values())[: self.config.checkpoint.keep_best]
+        finite = sorted(loss for loss in losses.values() if math.isfinite(loss))
+        lowest = finite[: self.config.checkpoint.keep_best]
         if losses[number] in lowest and self.saved != number:
             self.save(state, number)
         return True
