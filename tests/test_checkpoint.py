@@ -14,7 +14,8 @@ from run_helpers import losses, newest, saved, train
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint, metrics, start
+from deltares_jax.parallel import mesh as mesh_lib
+from deltares_jax.training import checkpoint, metrics, programs, start
 
 pytestmark = pytest.mark.usefixtures("one_layer")
 
@@ -127,7 +128,6 @@ def empty(step):
 DAMAGE = {
     "an array file is gone": lambda step: largest(step / "state").unlink(),
     "an array file is cut": lambda step: os.truncate(largest(step / "state"), 100),
-    "a bit of an array has changed": lambda step: flip(largest(step / "state")),
     "the tree of arrays is empty": lambda step: os.truncate(step / "state" / "_METADATA", 0),
     "the position is gone": lambda step: shutil.rmtree(step / "meta"),
     "the position is empty": lambda step: os.truncate(step / "meta" / "metadata", 0),
@@ -136,12 +136,35 @@ DAMAGE = {
 }
 
 
+def begin(config, folder):
+    """Where a run goes on, its state, and what it says of that; no step is compiled."""
+    config = config_lib.resolve(config)
+    mesh = mesh_lib.make_mesh(mesh_lib.mesh_shape(config.mesh, 1), jax.devices()[:1])
+    wanted = programs.abstract_state(config, mesh)
+    found = start.find(config, folder)
+    found, state = start.restore(config, folder, found, found.meta["data"], *wanted, bool)
+    return found, state, start.set_aside(found, folder)
+
+
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damaged_newest_step_is_skipped_and_said(run, tmp_path, capsys, how):
+def test_damaged_newest_step_is_skipped_and_said(run, tmp_path, how):
+    config, source, _ = run
+    shutil.copytree(source, tmp_path / "run")
+    DAMAGE[how](tmp_path / "run" / "checkpoints" / "6")
+    found, state, (line,) = begin(config, tmp_path / "run")
+    assert re.search(r"warning: .*checkpoints/6 is .*; skipped, and moved to .*damaged/6", line)
+    assert found.text == "resumed at step 4"
+    assert int(state.step) == 4
+    jax.tree.map(np.testing.assert_array_equal, state.params, load(source, step=4).params)
+    assert (tmp_path / "run" / "damaged" / "6").is_dir()
+    assert saved(tmp_path / "run") == [2, 4]
+
+
+def test_run_goes_on_from_the_step_before_one_with_a_changed_bit(run, tmp_path, capsys):
     config, source, straight = run
     shutil.copytree(source, tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "6"
-    DAMAGE[how](step)
+    flip(largest(step / "state"))
     left = step.with_name("7.orbax-checkpoint-tmp")  # must not be in the way of step 7
     left.mkdir()
     capsys.readouterr()

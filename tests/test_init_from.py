@@ -11,8 +11,9 @@ import run_helpers
 from conftest import tiny_config
 from run_helpers import newest, train
 
+from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint
+from deltares_jax.training import checkpoint, start
 
 
 def log(folder):
@@ -54,18 +55,19 @@ def still(constant):
     return config
 
 
-@pytest.mark.parametrize(
-    ("at", "devices"),
-    [("@4", 1), ("", 1), ("/checkpoints/4", 1), pytest.param("@4", 8, marks=pytest.mark.slow)],
-)
-def test_weights_of_another_run_start_a_run_of_its_own(
-    source, still, tmp_path, capsys, at, devices
-):
-    still.init_from = f"{source}{at}"
+@pytest.mark.parametrize(("name", "at"), [("@4", 4), ("", 6), ("/checkpoints/4", 4)])
+def test_step_of_another_run_is_named_or_the_newest(source, still, tmp_path, name, at):
+    still.init_from = f"{source}{name}"
+    found = start.find(config_lib.resolve(still), tmp_path / "run")
+    assert (found.run, found.at, found.step) == (source, at, 0)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_weights_of_another_run_start_a_run_of_its_own(source, still, tmp_path, capsys, devices):
+    still.init_from = f"{source}@4"
     train(still, tmp_path / "run", devices)
-    assert_same_params(load(tmp_path / "run"), load(source, step=4 if at else 6))
-    printed = capsys.readouterr().out
-    assert f"source@{4 if at else 6}, the rest fresh (no own checkpoint)" in printed
+    assert_same_params(load(tmp_path / "run"), load(source, step=4))
+    assert "source@4, the rest fresh (no own checkpoint)" in capsys.readouterr().out
     assert sorted(log(tmp_path / "run")) == [1, 2, 3]
     assert newest(tmp_path / "run")[1]["rows_seen"] == 3 * 8
 

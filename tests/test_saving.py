@@ -73,9 +73,10 @@ def test_user_without_a_home_goes_on_without_a_compile_cache(tiny, monkeypatch, 
     def nobody(self):
         raise RuntimeError("Could not determine home directory.")
 
+    config = config_lib.resolve(tiny)
     monkeypatch.setattr(pathlib.Path, "expanduser", nobody)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    programs.set_up_jax(config_lib.resolve(tiny))
+    programs.set_up_jax(config)
     assert "train.compile_cache=auto cannot be written" in capsys.readouterr().out
 
 
