@@ -238,13 +238,7 @@ def resolve(config: ConfigDict) -> FrozenConfigDict:
 
 def notes(config: FrozenConfigDict) -> list[str]:
     """What start-up should say about the config: options without effect, readers without choice."""
-    residual, lines = config.model.residual, []
-    every, period = config.checkpoint.every, config.checkpoint.keep_period
-    if period and (not every or (period % every and every % period)):
-        lines.append(
-            f"checkpoint.keep_period={period} keeps what is saved, and checkpoint.every={every} "
-            f"saves {f'multiples of {every}' if every else 'the last step'} alone"
-        )
+    residual, lines = config.model.residual, config_checks.notes(flatten(config))
     row = variants.VARIANTS[residual.variant]
     if config.optim.routing_learning_rate and row.routing == "none":
         lines.append(f"optim.routing_learning_rate has no effect on {residual.variant}")
