@@ -16,9 +16,16 @@ from deltares_jax.models import sizes, variants
 
 
 def cache_folder() -> pathlib.Path:
-    """The user's cache folder for prepared data and compiled programs."""
+    """The user's cache folder for prepared data and compiled programs.
+
+    Raises:
+      ValueError: the user has no home.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(home).expanduser() / "deltares_jax"
+    try:
+        return pathlib.Path(home).expanduser() / "deltares_jax"
+    except RuntimeError:
+        raise ValueError("this user has no home folder for caches; set XDG_CACHE_HOME") from None
 
 
 def _default_model() -> ConfigDict:
@@ -231,7 +238,7 @@ def resolve(config: ConfigDict) -> FrozenConfigDict:
 
 def notes(config: FrozenConfigDict) -> list[str]:
     """What start-up should say about the config: options without effect, readers without choice."""
-    residual, lines = config.model.residual, []
+    residual, lines = config.model.residual, config_checks.notes(flatten(config))
     row = variants.VARIANTS[residual.variant]
     if config.optim.routing_learning_rate and row.routing == "none":
         lines.append(f"optim.routing_learning_rate has no effect on {residual.variant}")
@@ -252,7 +259,8 @@ def notes(config: FrozenConfigDict) -> list[str]:
 
 
 # What a resumed run may change, by the longest matching prefix: `fixed` is refused, `free` is
-# logged, `upwards` may only grow, `data` needs data.allow_change.
+# logged, `upwards` may only grow, `data` needs data.allow_change. A checkpoint that lacks a key is
+# taken to have its default, so that of a new key must do what was done before there was the key.
 RESUME = {
     "init_from": "free",
     "init_optimizer": "free",

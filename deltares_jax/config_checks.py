@@ -5,6 +5,7 @@ Each check raises one `ValueError` that names the key, the value and the rule.
 
 import difflib
 import math
+import pathlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -89,6 +90,9 @@ AT_MOST: dict[str, float] = {
     "eval.batch_size": 2**16,
     "train.seed": 2**32 - 1,
     "data.workers": 2**10,
+    "distributed.num_processes": 2**16,
+    "distributed.timeout": 7 * 86400,
+    "distributed.heartbeat": 7 * 86400,
 }
 _INT_LIMIT = 2**31 - 1
 _FLOAT_LIMIT = 3e38  # of float32
@@ -155,9 +159,13 @@ def values(flat: Flat) -> None:
 
 
 def local_folder(key: str, path: str) -> None:
-    """Refuses addresses of buckets, which would become a local folder of that name."""
+    """Refuses addresses of buckets, which would become local folders, and homes of nobody."""
     if "://" in path:
         raise ValueError(f"{key}={path!r} must be a local folder; buckets are not supported")
+    try:
+        pathlib.Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{key}={path!r}: there is no such home folder") from None
 
 
 def combinations(flat: Flat) -> None:
@@ -186,6 +194,17 @@ def combinations(flat: Flat) -> None:
     parse_profile_steps(flat["train.profile_steps"], flat["train.steps"])
     names.parse_mixture(flat["data.mixture"])
     names.parse_sets(flat["eval.sets"])
+
+
+def notes(flat: Flat) -> list[str]:
+    """What is allowed, but does less than it seems to."""
+    every, period = flat["checkpoint.every"], flat["checkpoint.keep_period"]
+    if not period or (every and (period % every == 0 or every % period == 0)):
+        return []
+    return [
+        f"checkpoint.keep_period={period} keeps what is saved, and checkpoint.every={every} "
+        f"saves {f'multiples of {every}' if every else 'the last step'} alone"
+    ]
 
 
 def _shape(flat: Flat) -> None:

@@ -40,9 +40,8 @@ def train(
         folder = workdir_lib.open_workdir(workdir)
         group.check_start(config, folder)
         alone = workdir_lib.locked(folder) if group.index == 0 else contextlib.nullcontext()
-        with alone, signals.StopRequest() as request:
-            kept = functools.partial(workdir_lib.newest_text, folder)
-            request.kept = kept()
+        kept = functools.partial(workdir_lib.newest_text, folder)
+        with workdir_lib.faults(folder), alone, signals.StopRequest(kept) as request:
             try:
                 return _train(config, folder, recipe, devices, request, group, time)
             except checkpoint.SaveError as error:

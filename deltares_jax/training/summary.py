@@ -101,10 +101,14 @@ def finish(
       data: what it read.
       seconds: what its time was spent on, where that is known.
     """
-    train, held_out = metrics.read_rows(folder)
-    if not train:
-        raise ValueError(f"{folder / workdir_lib.METRICS} holds no training rows to sum up")
+    # An attempt that left no checkpoint may have gone further.
+    train, held_out = (
+        {s: row for s, row in rows.items() if s <= config.train.steps}
+        for rows in metrics.read_rows(folder)
+    )
     made = {step: row for step, row in train.items() if row["loss"] is not None}
+    if not made:
+        raise ValueError(f"{folder / workdir_lib.METRICS} holds no training rows to sum up")
     first, last = made[min(made)], made[max(made)]
     result: dict[str, Any] = {
         "workdir": str(folder),

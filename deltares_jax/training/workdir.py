@@ -1,6 +1,7 @@
 """The run's folder: checked before anything is compiled; what is in it besides checkpoints."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ import jax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config_checks
+from deltares_jax.training import signals
 
 CONFIG = "config.json"
 RUN = "run.json"
@@ -41,7 +43,7 @@ def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
     config_checks.local_folder(flag, path)
     workdir = pathlib.Path(path).expanduser().absolute()
     for parent in workdir.parents:
-        if (parent / CHECKPOINTS).is_dir() or (parent / RUN).is_file():
+        if os.path.isdir(parent / CHECKPOINTS) or os.path.isfile(parent / RUN):
             raise ValueError(
                 f"{flag}={path} is inside the run {parent}; give the run's folder itself"
             )
@@ -53,6 +55,28 @@ def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
     except OSError as error:
         raise ValueError(f"{flag}={path} cannot be written: {error.strerror}") from None
     return workdir
+
+
+@contextlib.contextmanager
+def faults(workdir: pathlib.Path) -> Iterator[None]:
+    """Says in words what the file system refuses a run.
+
+    Raises:
+      ValueError: there is no right to a file.
+      signals.Stop: there is no room for the log or another small file.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise ValueError(
+            f"{error.filename or shown(workdir)}: {error.strerror}; give the user of this process "
+            f"(uid {os.geteuid()}) the right to it"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        text = f"nothing could be written to {workdir}: {error.strerror}; {newest_text(workdir)}"
+        raise signals.Stop(text, signals.CANNOT_SAVE) from error
 
 
 @contextlib.contextmanager
