@@ -15,7 +15,7 @@ from ml_collections.config_dict.config_dict import ConfigDict
 
 from deltares_jax import config as config_lib
 from deltares_jax import config_checks, printing
-from deltares_jax.training.signals import CANNOT_SAVE, NOT_SAVED, Stop
+from deltares_jax.training.signals import NOT_SAVED, Stop
 
 BAD_INPUT = 2
 MISSING_CONFIG = "--config is missing; for example --config=configs/debug.py"
@@ -169,7 +169,7 @@ def run(main: Callable[[], int | None], doc: str, interrupted: str = "interrupte
     except Stop as stop:
         print(f"error: {stop}" if stop.code < 128 else str(stop), file=sys.stderr)
         code = stop.code
-        if code == CANNOT_SAVE:  # what is left of the save would report its end after this line
+        if stop.at_once:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

@@ -56,6 +56,8 @@ def default() -> ConfigDict:
     Lengths are in tokens, batch sizes in sequences over all devices, cadences in steps.
     """
     config = ConfigDict()
+    config.init_from = ""  # RUN or RUN@STEP: the weights of another run, where there is no own
+    config.init_optimizer = False  # of init_from also optimizer, step and position in the data
     config.model = _default_model()
     config.data = ConfigDict(
         {
@@ -77,6 +79,10 @@ def default() -> ConfigDict:
             "accumulation": 1,  # micro-batches per update
             "log_every": 1,
             "seed": 0,
+            "nonfinite": "stop",  # at a loss or gradient that is not finite; or skip the update
+            "nonfinite_limit": 10,  # skipped updates of the run; one more stops it
+            "spike_factor": 0.0,  # skips updates of a gradient norm over so many times its median
+            "stall_factor": 50.0,  # stacks are logged after so many times a step's time; 0: never
             "platform": "",  # cpu, gpu or tpu: start on no other; empty: any
             "profile_steps": "",  # "10:15" traces steps 10 to 15
             "compile_cache": "auto",  # a folder, `auto` for the user's cache folder, `off`
@@ -109,7 +115,10 @@ def default() -> ConfigDict:
     config.checkpoint = ConfigDict(
         {
             "every": 100,  # 0: only the last step
-            "keep": 2,
+            "every_minutes": 0.0,  # since the last one; 0 is off
+            "keep": 2,  # the newest
+            "keep_period": 0,  # multiples of it stay for good
+            "keep_best": 0,  # of the lowest held-out loss; they are saved when they are found
         }
     )
     config.metrics = ConfigDict({"tensorboard": True, "wandb": False})
@@ -120,6 +129,15 @@ def default() -> ConfigDict:
             "fsdp": -1,  # -1: the rest of the devices
             "tensor": 1,
             "allow_replicated": False,  # large weights that fsdp and tensor leave whole
+        }
+    )
+    config.distributed = ConfigDict(
+        {
+            "coordinator": "",  # host:port of process 0, which takes this port and the next
+            "process_id": -1,  # -1, empty and 0: as the environment says, if it does
+            "num_processes": 0,
+            "timeout": 300.0,  # seconds to wait for the others at the start
+            "heartbeat": 60.0,  # seconds after which a silent one counts as lost
         }
     )
     return config.lock()
@@ -224,6 +242,8 @@ def notes(config: FrozenConfigDict) -> list[str]:
 # What a resumed run may change, by the longest matching prefix: `fixed` is refused, `free` is
 # logged, `upwards` may only grow, `data` needs data.allow_change.
 RESUME = {
+    "init_from": "free",
+    "init_optimizer": "free",
     "model": "fixed",
     "model.remat": "free",
     "model.scan": "free",
@@ -241,6 +261,10 @@ RESUME = {
     "train.accumulation": "free",
     "train.log_every": "free",
     "train.seed": "data",
+    "train.nonfinite": "free",
+    "train.nonfinite_limit": "free",
+    "train.spike_factor": "free",
+    "train.stall_factor": "free",
     "train.platform": "free",
     "train.profile_steps": "free",
     "train.compile_cache": "free",
@@ -249,39 +273,5 @@ RESUME = {
     "checkpoint": "free",
     "metrics": "free",
     "mesh": "free",
+    "distributed": "free",
 }
-
-
-def resume_rule(key: str) -> str:
-    """The rule of RESUME for a dotted key; `fixed` for a key of another version's config."""
-    parts = key.split(".")
-    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next((RESUME[prefix] for prefix in prefixes if prefix in RESUME), "fixed")
-
-
-def changed_on_resume(saved: dict[str, Any], config: FrozenConfigDict) -> list[str]:
-    """Lines `key: old → new` of what a resumed run changes.
-
-    Raises:
-      ValueError: a change is not allowed; lists every such key with both values.
-    """
-    old, new = flatten(saved), flatten(config)
-    allowed: list[str] = []
-    refused: list[str] = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key, "absent"), new.get(key, "absent")
-        if before == after:
-            continue
-        rule = resume_rule(key)
-        wide = key == "model.dtype" and "float64" in (before, after)  # another dtype on disk
-        other_data = rule == "data" and not config.data.allow_change
-        bad = rule == "fixed" or (rule == "upwards" and after < before) or wide or other_data
-        why = " (float64 is kept as float64 in checkpoints)" if wide else ""
-        why += " (data.allow_change=True allows it)" if other_data else ""
-        (refused if bad else allowed).append(f"{key}: {before} → {after}{why}")
-    if refused:
-        raise ValueError(
-            f"this run cannot be resumed with {'; '.join(refused)} (saved → asked); "
-            "use another --workdir, or the saved values"
-        )
-    return allowed

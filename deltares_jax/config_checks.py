@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.residual.gate": ("none", "scalar", "alpha"),
     "model.residual.kernel": ("auto", "direct", "batched", "pallas"),
     "train.platform": ("", "cpu", "gpu", "tpu"),
+    "train.nonfinite": ("stop", "skip"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "optim.decay": ("matrices", "all"),
 }
@@ -45,6 +46,9 @@ AT_LEAST: dict[str, float] = {
     "train.accumulation": 1,
     "train.log_every": 1,
     "train.seed": 0,
+    "train.nonfinite_limit": 0,
+    "train.spike_factor": 0,
+    "train.stall_factor": 0,
     "optim.learning_rate": 0,
     "optim.final_learning_rate": 0,
     "optim.warmup_steps": 0,
@@ -57,8 +61,15 @@ AT_LEAST: dict[str, float] = {
     "eval.every": 0,
     "eval.rows": 1,
     "eval.batch_size": 1,
+    "distributed.process_id": -1,
+    "distributed.num_processes": 0,
+    "distributed.timeout": 1,
+    "distributed.heartbeat": 1,
     "checkpoint.every": 0,
+    "checkpoint.every_minutes": 0,
     "checkpoint.keep": 1,
+    "checkpoint.keep_period": 0,
+    "checkpoint.keep_best": 0,
 }
 
 # Largest allowed value: beyond these a typing error is likelier than a wish. Other whole numbers
@@ -135,7 +146,7 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value} must be above 0")
         if key in MESH_AXES and value < 1 and value != -1:
             raise ValueError(f"{key}={value} must be at least 1, or -1 for all remaining devices")
-    for key in ("data.dir", "train.compile_cache"):
+    for key in ("data.dir", "train.compile_cache", "init_from"):
         local_folder(key, flat[key])
     if not flat["train.compile_cache"]:
         raise ValueError("train.compile_cache='' must be a folder, 'auto' or 'off'")
@@ -153,6 +164,19 @@ def combinations(flat: Flat) -> None:
     _residual(flat)
     _batch(flat)
     _schedule(flat)
+    if flat["init_optimizer"] and not flat["init_from"]:
+        raise ValueError("init_optimizer=True needs init_from, a run whose optimizer goes on")
+    factor = flat["train.spike_factor"]
+    if 0 < factor <= 1:
+        raise ValueError(
+            f"train.spike_factor={factor} must be above 1, else half of the updates are skipped; "
+            "0 is off"
+        )
+    if flat["checkpoint.keep_best"] and not flat["eval.every"]:
+        raise ValueError(
+            f"checkpoint.keep_best={flat['checkpoint.keep_best']} goes by the held-out loss, so it "
+            "needs eval.every"
+        )
     rest = [key for key in MESH_AXES if flat[key] == -1]
     if len(rest) > 1:
         raise ValueError(f"{' and '.join(rest)} are -1; one axis at most may take the rest")

@@ -9,7 +9,6 @@ B batch, T sequence, V vocabulary, S sources.
 
 import functools
 import os
-import pathlib
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 from deltares_jax import config as config_lib
 from deltares_jax.models import transformer
 from deltares_jax.training import checkpoint, step
-from deltares_jax.training import workdir as workdir_lib
 
 
 class Model:
@@ -88,31 +86,21 @@ def load(path: str | os.PathLike[str], step: int | None = None) -> Model:
       step: which checkpoint of the run; the newest when None.
 
     Raises:
-      ValueError: there is no such run or step.
+      ValueError: there is no such run or step, or it is damaged.
     """
-    run = pathlib.Path(path).expanduser().absolute()
-    if run.parent.name == workdir_lib.CHECKPOINTS and run.name.isdigit():
-        if step is not None and step != int(run.name):
-            raise ValueError(f"{path} is step {run.name}, but step={step} was asked for")
-        run, step = run.parents[1], int(run.name)
-    if not (run / workdir_lib.CHECKPOINTS).is_dir():
-        raise ValueError(f"{path} is no run: it has no {workdir_lib.CHECKPOINTS}/")
-    checkpoints = checkpoint.Checkpointer(run, keep=None)
+    run, step = checkpoint.locate(os.fspath(path), step)
+    checkpoints = checkpoint.Checkpointer(run)
     try:
-        steps = checkpoints.steps()
-        if not steps or (step is not None and step not in steps):
-            raise ValueError(f"{path} has no checkpoint of step {step}; it has {steps or 'none'}")
-        step = steps[-1] if step is None else step
         config = config_lib.resolve(config_lib.from_dict(checkpoints.read_meta(step)["config"]))
         return Model(config, _restore_params(checkpoints, config, step), step)
-    finally:
-        checkpoints.close()
+    except checkpoint.DamagedError as error:
+        raise ValueError(f"{error}; it has steps {checkpoints.steps()}") from error
 
 
 def _restore_params(checkpoints: checkpoint.Checkpointer, config: FrozenConfigDict, at: int) -> Any:
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    abstract_state = jax.eval_shape(functools.partial(step.init_state, config))
+    params = jax.eval_shape(functools.partial(step.init_state, config)).params
     device = SingleDeviceSharding(jax.devices()[0])
-    shardings = jax.tree.map(lambda _: device, abstract_state)
-    return checkpoints.restore(at, checkpoint.abstract(abstract_state, shardings)).params
+    shardings = jax.tree.map(lambda _: device, params)
+    return checkpoints.restore(at, {"params": checkpoint.abstract(params, shardings)})["params"]

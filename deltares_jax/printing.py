@@ -46,8 +46,26 @@ def open_closed() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as above
 
 
+_silent = False
+
+
+def silence(on: bool) -> None:
+    """Whether `say` prints nothing: of the processes of a run one tells how it goes."""
+    global _silent
+    _silent = on
+
+
+def exit_now(text: str, code: int) -> None:
+    """Ends the process from any thread, whatever the others wait for, after a line on stderr."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {text}\n".encode())
+    os._exit(code)
+
+
 def say(*lines: str, end: str = "\n") -> None:
     """Prints lines on a run; it goes on where they cannot be read (`| head`, a full disk)."""
+    if _silent:
+        return
     try:
         print(*lines, sep="\n", end=end, flush=True)
     except OSError as error:

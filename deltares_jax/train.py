@@ -10,11 +10,13 @@ same command again resumes the run in its workdir.
 import json
 import pathlib
 import shlex
+import signal
 
 from absl import flags
 
 from deltares_jax import command, printing
 from deltares_jax import config as config_lib
+from deltares_jax.training import signals
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the run; runs/<recipe> when empty.")
 _PRINT = flags.DEFINE_boolean("print_config", False, "Print the checked config as JSON and exit.")
@@ -23,10 +25,13 @@ _PRINT = flags.DEFINE_boolean("print_config", False, "Print the checked config a
 def _recipe(variant: str) -> str:
     """The recipe and its overrides, as a run of another variant repeats them.
 
-    That of an option of routing would be refused, or without effect, on the baseline.
+    That of an option of routing would be refused, or without effect, on the baseline. Where a
+    process stands among others, and whose weights it starts from, is not for another run.
     """
     words = [shlex.quote(command.recipe_path())]
     for key, value in command.overrides().items():
+        if key.startswith(("distributed.", "init_")):
+            continue
         of_routing = key.startswith("model.residual.")
         if key != "model.residual.variant" and (variant == "baseline" or not of_routing):
             words.append(f"--config.{key}={shlex.quote(str(value))}")
@@ -42,6 +47,8 @@ def main() -> int:
         printing.put(json.dumps(config.to_dict(), indent=2))
         return 0
     workdir = _WORKDIR.value or f"runs/{pathlib.Path(command.recipe_path()).stem}"
+    # Until the loop listens; by default 143 would come out, as after a save.
+    signal.signal(signal.SIGTERM, signals.end_at_once)
     from deltares_jax.training import loop  # brings in jax; bad input was refused before
 
     loop.train(config, workdir, recipe=_recipe(config.model.residual.variant))

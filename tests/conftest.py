@@ -83,6 +83,10 @@ def bpe(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture
 def tiny() -> ConfigDict:
     """2 layers, width 32, 4 heads, 2 KV heads, head_dim 16, batch 8 x 16, six steps."""
+    return tiny_config()
+
+
+def tiny_config() -> ConfigDict:
     config = config_lib.default()
     config.model.update(
         {

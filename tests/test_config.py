@@ -11,6 +11,7 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from deltares_jax import config as config_lib
+from deltares_jax import config_resume
 from deltares_jax.models import sizes
 from deltares_jax.training import workdir
 
@@ -444,11 +445,13 @@ def test_config_saved_in_the_workdir_reloads_to_an_equal_one(tmp_path, values):
     workdir.write_run_files(tmp_path, config, jax.devices())
     saved = json.loads((tmp_path / workdir.CONFIG).read_text())
     assert exact(config_lib.resolve(config_lib.from_dict(saved))) == exact(config)
-    assert config_lib.changed_on_resume(saved, config) == []
+    assert config_resume.changed_on_resume(saved, config) == []
 
 
 # Resume: the rule of every key, and another value to try it with.
 RESUME = {
+    "init_from": ("free", "runs/other@7"),
+    "init_optimizer": ("free", True),
     "model.vocab_size": ("fixed", 300),
     "model.width": ("fixed", 64),
     "model.num_layers": ("fixed", 6),
@@ -483,6 +486,10 @@ RESUME = {
     "train.accumulation": ("free", 2),
     "train.log_every": ("free", 10),
     "train.seed": ("data", 1),
+    "train.nonfinite": ("free", "skip"),
+    "train.nonfinite_limit": ("free", 3),
+    "train.spike_factor": ("free", 5.0),
+    "train.stall_factor": ("free", 0.0),
     "train.platform": ("free", "tpu"),
     "train.profile_steps": ("free", "5:6"),
     "train.compile_cache": ("free", "off"),
@@ -503,7 +510,10 @@ RESUME = {
     "eval.batch_size": ("free", 4),
     "eval.sets": ("free", "own=py_stdlib"),
     "checkpoint.every": ("free", 50),
+    "checkpoint.every_minutes": ("free", 10.0),
     "checkpoint.keep": ("free", 5),
+    "checkpoint.keep_period": ("free", 1000),
+    "checkpoint.keep_best": ("free", 1),
     "metrics.tensorboard": ("free", False),
     "metrics.wandb": ("free", True),
     "mesh.replica": ("free", 2),
@@ -511,12 +521,17 @@ RESUME = {
     "mesh.fsdp": ("free", 4),
     "mesh.tensor": ("free", 2),
     "mesh.allow_replicated": ("free", True),
+    "distributed.coordinator": ("free", "host0:9000"),
+    "distributed.process_id": ("free", 1),
+    "distributed.num_processes": ("free", 2),
+    "distributed.timeout": ("free", 20.0),
+    "distributed.heartbeat": ("free", 10.0),
 }
 
 
 def resume(saved: dict, asked: dict) -> list[str]:
     config = FrozenConfigDict(config_lib.from_dict(nested(asked)))
-    return config_lib.changed_on_resume(nested(saved), config)
+    return config_resume.changed_on_resume(nested(saved), config)
 
 
 def test_resume_rule_of_every_key_is_tested():

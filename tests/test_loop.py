@@ -30,7 +30,8 @@ def train(config, folder, **kwargs):
 def log(folder):
     """All numbers of the steps that do not depend on the clock."""
     rows, _ = metrics.read_rows(folder)
-    return {s: {k: v for k, v in r.items() if k != "tokens_per_second"} for s, r in rows.items()}
+    clock = ("tokens_per_second", "seconds", "goodput")
+    return {s: {k: v for k, v in r.items() if k not in clock} for s, r in rows.items()}
 
 
 @pytest.fixture(scope="module")
@@ -473,9 +474,6 @@ def test_damaged_files_of_a_run_are_named(finished, tmp_path):
     shutil.copytree(source, tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").write_text("[1]\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl holds no training rows"):
-        train(config, tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "6" / "meta" / "metadata").write_text('{"version": ')
-    with pytest.raises(ValueError, match=r"checkpoints/6 is damaged.*remove that folder"):
         train(config, tmp_path / "run")
 
 

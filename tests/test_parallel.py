@@ -187,12 +187,11 @@ class Compiled(logging.Handler):
 
     def __enter__(self):
         self._logger.addHandler(self)
-        self._context = jax.log_compiles()
-        self._context.__enter__()
+        jax.config.update("jax_log_compiles", True)  # in all threads
         return self
 
     def __exit__(self, *error):
-        self._context.__exit__(*error)
+        jax.config.update("jax_log_compiles", False)
         self._logger.removeHandler(self)
 
 

@@ -62,6 +62,31 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
+def part_of_process(place: NamedSharding, size: int) -> tuple[int, int]:
+    """(part, parts): which of how many equal parts of an array's rows this process holds.
+
+    Args:
+      place: how the array is cut; processes along an axis that does not cut rows hold the same.
+      size: of all rows.
+
+    Raises:
+      ValueError: its devices hold rows that are no such part.
+    """
+    spans = {
+        (index[0].start or 0, size if index[0].stop is None else index[0].stop)
+        for index in place.addressable_devices_indices_map((size,)).values()
+        if index is not None
+    }
+    first, last = min(spans)[0], max(stop for _, stop in spans)
+    held = last - first
+    if sum(stop - start for start, stop in spans) != held or first % held or size % held:
+        raise ValueError(
+            f"the devices of process {jax.process_index()} hold rows {sorted(spans)} of {size}, no "
+            f"equal part; order the axes {', '.join(BATCH_AXES)} so that a host has neighbours"
+        )
+    return first // held, size // held
+
+
 def parts(axis: str) -> int:
     """Over how many devices the mesh in use cuts a logical axis; 1 without a mesh."""
     names = dict(RULES)[axis]

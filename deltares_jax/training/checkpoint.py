@@ -1,73 +1,154 @@
-"""Checkpoints: state, position, clock and config as one atomic, asynchronous unit (Orbax)."""
+"""Checkpoints: state, position, clock and config as one atomic, asynchronous unit (Orbax).
 
+`<workdir>/checkpoints/<step>/` is there whole or not at all; it holds two items:
+
+  state  a tree of arrays: `params`, and beside them `opt_state` and `step` (and `norms`, of
+         `train.spike_factor`). Weights that were made otherwise, at step 0, may leave those out.
+  meta   JSON: `version` (of this layout), `step`, `config` (the resolved one, nested), `sums` (a
+         checksum of every array's bits), `versions` (of the libraries); of a run also
+         `rows_seen`, `tokens_seen`, `skipped`, `clock` (seconds by what they were spent on) and
+         `data` (their fingerprint).
+"""
+
+import contextlib
 import pathlib
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from deltares_jax.training import named_arrays
 from deltares_jax.training import workdir as workdir_lib
 
 META_VERSION = 1
+DAMAGED = "damaged"  # where the run keeps what it could not read
+_SHOWN = 5  # arrays that a message lists
+_REMOVED = ".removed"
 
 
 class SaveError(Exception):
     """A checkpoint could not be written."""
 
 
-class Checkpointer:
-    """Saves to and restores from `<workdir>/checkpoints/<step>`, keeping the newest few.
+class DamagedError(Exception):
+    """A checkpoint cannot be read; says which and why."""
 
-    `keep=None` is for reading: it removes and creates nothing.
+
+def kept(
+    steps: Iterable[int], keep: int, period: int, best: int, losses: dict[int, float]
+) -> set[int]:
+    """The steps that stay: the newest, every so many-th, and those of the lowest held-out loss.
+
+    Args:
+      steps: those that there are.
+      keep: how many of the newest.
+      period: multiples of it stay for good; 0 is none.
+      best: how many of the lowest loss.
+      losses: held-out loss by step, where it is known.
+    """
+    steps = sorted(steps)
+    known = sorted((s for s in steps if s in losses), key=lambda s: (losses[s], -s))
+    every = {s for s in steps if period and s % period == 0}
+    return {*steps[-keep:], *every, *known[:best]}
+
+
+class Checkpointer:
+    """Saves to and restores from `<workdir>/checkpoints/<step>`.
+
+    Args:
+      workdir: the run's folder.
+      keep: how many of the newest to keep; None for reading, which removes and creates nothing.
+      period: see `kept`.
+      best: see `kept`.
+
+    Attributes:
+      losses: held-out loss by step, for `best`.
+      cleaned: names of leftovers of interrupted saves that were removed.
     """
 
-    def __init__(self, workdir: pathlib.Path, keep: int | None):
+    def __init__(
+        self, workdir: pathlib.Path, keep: int | None = None, period: int = 0, best: int = 0
+    ):
         self.folder = workdir / workdir_lib.CHECKPOINTS
+        self.losses: dict[int, float] = {}
+        self.cleaned: list[str] = []
+        self._rules = (keep or 0, period, best)
         self._failed = False
-        read_only = keep is None
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            cleanup_tmp_directories=not read_only,
-            create=not read_only,
-        )
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._writer: Any = None
+        if keep is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                self.cleaned = [p.name for p in self.folder.iterdir() if _is_leftover(p.name)]
+                for name in self.cleaned:
+                    shutil.rmtree(self.folder / name, ignore_errors=True)
+            self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
-    def latest(self) -> int | None:
-        """The newest complete step, or None."""
-        return self._manager.latest_step()
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None or not issubclass(kind, KeyboardInterrupt):  # which waits for nothing
+            self.close()
 
     def steps(self) -> list[int]:
         """All complete steps, oldest first."""
-        return sorted(self._manager.all_steps())
+        return workdir_lib.steps(self.folder.parent)
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
-        """Starts a save of the state after `step` updates; it is complete or absent on disk."""
-        meta = {"version": META_VERSION, "step": step, **meta}
+        """Starts a save of the state after `step` updates; it is complete or absent on disk.
+
+        Raises:
+          SaveError: this save cannot begin, or the one before has failed.
+        """
+        self.wait()
+        meta = {
+            "version": META_VERSION,
+            "step": step,
+            "sums": named_arrays.sums(state),
+            "versions": workdir_lib.versions(),
+            **meta,
+        }
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        self._guard(self._manager.save, step, args=args)
+        self._guard(self._writer.save, self.folder / str(step), args=args)
 
-    def read_meta(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state: step, rows_seen, tokens_seen, config and so on."""
-        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=args)["meta"]
-
-    def restore(self, step: int, abstract_state: Any) -> Any:
-        """The state of a step, in the shapes, dtypes and shardings of `abstract_state`."""
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        return self._manager.restore(step, args=args)["state"]
+    def check(self) -> None:
+        """Raises `SaveError` if the save in the background has failed; does not wait."""
+        self._guard(self._writer.check_for_errors)
 
     def wait(self) -> None:
-        """Returns when nothing is being saved any more; raises what a background save raised."""
-        self._guard(self._manager.wait_until_finished)
+        """Returns when nothing is being saved any more, and removes what need not be kept.
+
+        Raises:
+          SaveError: the save has failed.
+        """
+        self._guard(self._writer.wait_until_finished)
+        if jax.process_index() == 0:
+            steps = self.steps()
+            for step in set(steps) - kept(steps, *self._rules, self.losses):
+                self._guard(self._remove, step)
+
+    def _remove(self, step: int) -> None:
+        gone = self.folder / f"{step}{_REMOVED}"
+        (self.folder / str(step)).rename(gone)  # a part of a step must not pass for the whole
+        shutil.rmtree(gone)
 
     def close(self) -> None:
         """Waits for running saves and frees the threads."""
-        try:
-            self._manager.close()
-        except Exception:
-            if not self._failed:  # else it was raised before
-                raise
+        if self._writer is not None:
+            try:
+                self._writer.close()
+            except Exception:
+                if not self._failed:  # else it was raised before
+                    raise
 
     def _guard(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         try:
@@ -77,25 +158,138 @@ class Checkpointer:
             first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise SaveError(f"nothing could be saved under {self.folder}: {first}") from error
 
+    def read_meta(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state: step, rows_seen, tokens_seen, config and so on.
+
+        Raises:
+          DamagedError: it cannot be read, or is of another layout.
+        """
+        with self._reading(step):
+            meta = _read(self.folder / str(step), meta=ocp.args.JsonRestore())["meta"]
+            version = meta["version"]
+        if version != META_VERSION:
+            raise DamagedError(
+                f"{self.folder / str(step)} is of format {version}, this version reads "
+                f"{META_VERSION}"
+            )
+        return meta
+
+    def arrays(self, step: int) -> dict[str, str]:
+        """Type and shape of every array of a step, by its path: `float32[2, 3]`."""
+        with self._reading(step):
+            return named_arrays.shapes(
+                ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "state").tree
+            )
+
+    def restore(self, step: int, wanted: Any) -> Any:
+        """The state of a step, or parts of it, in the given shapes, dtypes and shardings.
+
+        Args:
+          step: one of `steps()`.
+          wanted: a tree of `jax.ShapeDtypeStruct` with the state's field names at its top; fields
+            that it leaves out are not read.
+
+        Raises:
+          ValueError: the step holds other arrays.
+          DamagedError: it cannot be read, or its bits are not those that were saved.
+        """
+        saved, asked = self.arrays(step), named_arrays.shapes(wanted)
+        fields = {name.split("/")[0] for name in asked}
+        saved = {name: text for name, text in saved.items() if name.split("/")[0] in fields}
+        if saved != asked:
+            names = sorted(n for n in saved | asked if saved.get(n) != asked.get(n))
+            pairs = [f"{n}: {saved.get(n, 'absent')} → {asked.get(n, 'absent')}" for n in names]
+            more = f" and {len(pairs) - _SHOWN} more" if len(pairs) > _SHOWN else ""
+            raise ValueError(
+                f"{self.folder / str(step)} holds other arrays than this run's (saved → asked): "
+                f"{'; '.join(pairs[:_SHOWN])}{more}"
+            )
+        sums = self.read_meta(step).get("sums", {})
+        args = ocp.args.PyTreeRestore(
+            item=wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=True,
+        )
+        with self._reading(step):
+            state = _read(self.folder / str(step), state=args)["state"]
+        found = named_arrays.sums(state)
+        wrong = sorted(name for name in found if sums.get(name, found[name]) != found[name])
+        if wrong:
+            raise DamagedError(
+                f"{self.folder / str(step)} is damaged: {wrong[0]} is not what was saved"
+            )
+        return state
+
+    def set_aside(self, step: int) -> pathlib.Path:
+        """Moves a step that cannot be read out of the way of a new one; returns where to."""
+        home = self.folder.parent / DAMAGED
+        home.mkdir(exist_ok=True)
+        number = 0
+        while (place := home / (f"{step}-{number}" if number else str(step))).exists():
+            number += 1
+        return (self.folder / str(step)).rename(place)
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, PermissionError):  # no fault of what was saved
+            raise
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0][:120]
+            raise DamagedError(
+                f"{self.folder / str(step)} is damaged ({type(error).__name__}: {first})"
+            ) from error
+
+
+def _is_leftover(name: str) -> bool:
+    return name.endswith(_REMOVED) or ".orbax-checkpoint-tmp" in name
+
+
+def _read(folder: pathlib.Path, **items: Any) -> Any:
+    reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    return reader.restore(folder, args=ocp.args.Composite(**items))
+
 
 def newest(workdir: pathlib.Path) -> tuple[int, dict[str, Any]] | None:
-    """The newest step of a run and what was saved beside its state; None for a new run."""
-    if not (workdir / workdir_lib.CHECKPOINTS).is_dir():
-        return None
-    reader = Checkpointer(workdir, keep=None)
-    try:
-        step = reader.latest()
-        if step is None:
-            return None
-        try:
-            return step, reader.read_meta(step)
-        except Exception as error:
-            raise ValueError(
-                f"checkpoint {reader.folder / str(step)} is damaged ({type(error).__name__}); "
-                "remove that folder to go on from the one before"
-            ) from error
-    finally:
-        reader.close()
+    """The newest step of a run and what was saved beside its state; None for a new run.
+
+    Raises:
+      DamagedError: it cannot be read.
+    """
+    reader = Checkpointer(workdir)
+    steps = reader.steps()
+    return (steps[-1], reader.read_meta(steps[-1])) if steps else None
+
+
+def split_step(name: str) -> tuple[str, int | None]:
+    """(RUN, step) of `RUN@step`; (RUN, None) without a step."""
+    match = re.fullmatch(r"(.+)@(\d+)", name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+def locate(path: str, step: int | None = None) -> tuple[pathlib.Path, int]:
+    """The run and the step that are meant by a run's folder or by `RUN/checkpoints/STEP`.
+
+    Args:
+      path: the folder.
+      step: which checkpoint of the run; the newest when None.
+
+    Raises:
+      ValueError: there is no such run or step.
+    """
+    run = pathlib.Path(path).expanduser().absolute()
+    if run.parent.name == workdir_lib.CHECKPOINTS and run.name.isdigit():
+        if step is not None and step != int(run.name):
+            raise ValueError(f"{path} is step {run.name}, but step {step} was asked for")
+        run, step = run.parents[1], int(run.name)
+    if not (run / workdir_lib.CHECKPOINTS).is_dir():
+        raise ValueError(f"{path} is no run: it has no {workdir_lib.CHECKPOINTS}/")
+    steps = Checkpointer(run).steps()
+    if not steps or (step is not None and step not in steps):
+        asked = "" if step is None else f" of step {step}"
+        raise ValueError(f"{path} has no checkpoint{asked}; it has {steps or 'none'}")
+    return run, steps[-1] if step is None else step
 
 
 def abstract(state: Any, shardings: Any) -> Any:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import secrets
 import sys
 import time
 from typing import Any
@@ -40,15 +41,23 @@ def check(config: FrozenConfigDict) -> None:
 
 
 class Writer:
-    """Writes rows of one step to metrics.jsonl and to the other places that are switched on."""
+    """Writes rows of one step to metrics.jsonl and to the other places that are switched on.
 
-    def __init__(self, workdir: pathlib.Path, config: Any):
+    Args:
+      workdir: of the run.
+      config: the resolved config.
+      on: whether it writes at all; one process of a run does.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: Any, on: bool = True):
+        self._file = self._tensorboard = self._wandb = None
+        if not on:
+            return
         path = workdir / workdir_lib.METRICS
         cut = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
         self._file = path.open("a", buffering=1)
         if cut:  # by a crash: what follows must start on a line of its own
             self._file.write("\n")
-        self._tensorboard = self._wandb = None
         if config.metrics.tensorboard:
             from tensorboardX import SummaryWriter
 
@@ -59,51 +68,39 @@ class Writer:
             self._wandb = wandb.init(
                 project="deltares_jax",
                 dir=str(workdir),
-                id=f"{workdir.name}-{config.train.seed}",
+                id=_wandb_id(workdir),
                 resume="allow",
                 config=config.to_dict(),
             )
 
-    def write(self, step: int, row: dict[str, float]) -> None:
-        """Writes one row; the values are plain numbers."""
+    def write(self, step: int, row: dict[str, Any]) -> None:
+        """Writes one row; the values are plain numbers, None for one that is not finite."""
+        if self._file is None:
+            return
         self._file.write(json.dumps({"step": step, **row}) + "\n")
         if self._tensorboard:
             for name, value in row.items():
-                self._tensorboard.add_scalar(name, value, step)
+                if value is not None:
+                    self._tensorboard.add_scalar(name, value, step)
         if self._wandb:
             self._wandb.log(row, step=step)
 
     def close(self) -> None:
         """Flushes and closes all of them."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._tensorboard:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
 
 
-class Clock:
-    """Time spent in steps: compilation, evaluation and saves do not count."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since: float | None = None
-
-    def start(self) -> None:
-        """Lets the time run."""
-        if self._since is None:
-            self._since = time.perf_counter()
-
-    def pause(self) -> None:
-        """Halts the time."""
-        if self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
-
-    def read(self) -> float:
-        """Seconds so far."""
-        running = time.perf_counter() - self._since if self._since is not None else 0.0
-        return self.seconds + running
+def _wandb_id(workdir: pathlib.Path) -> str:
+    """The id under which a run goes on after a restart; kept in its folder."""
+    path = workdir / "wandb_id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text().strip()
 
 
 class Progress:
@@ -115,7 +112,7 @@ class Progress:
         self._drawn = 0.0
         self._width = 0
 
-    def update(self, row: dict[str, float], step: int, step_seconds: float) -> None:
+    def update(self, row: dict[str, Any], step: int, step_seconds: float) -> None:
         """Shows the row of a step; `step_seconds` is the mean so far."""
         every = max(1, (self._steps - self._first) // _LINES)
         due = step in (self._first + 1, self._steps) or (step - self._first) % every == 0
@@ -124,9 +121,10 @@ class Progress:
         if not due:
             return
         self._drawn = time.perf_counter()
+        loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
         left = human_time((self._steps - step) * step_seconds)
         text = (
-            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {row['loss']:.4f}  "
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {loss}  "
             f"lr {row['learning_rate']:.2e}  "
             f"{human_count(row['tokens_per_second'])} tokens/s  {left} left"
         )

@@ -4,6 +4,7 @@ import functools
 import os
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -125,23 +126,71 @@ def compile_for(lowered: Any, mesh: Mesh, more: dict[str, Any] | None = None) ->
 
 
 class Programs:
-    """The compiled train and evaluation steps of a run, and how batches reach the devices."""
+    """The compiled train and evaluation steps of a run, and how batches reach the devices.
 
-    def __init__(self, config: FrozenConfigDict, mesh: Mesh):
+    Args:
+      config: the resolved config.
+      mesh: of the devices.
+      waiting: calls the function that it is given, which compiles, and returns what that returns.
+    """
+
+    def __init__(
+        self,
+        config: FrozenConfigDict,
+        mesh: Mesh,
+        waiting: Callable[[Callable[[], Any]], Any] = lambda compiled: compiled(),
+    ):
         began = time.perf_counter()
         self._batch_sharding = sharding.batch_sharding(mesh)
-        self.train = compile_for(lower_train(config, mesh), mesh)
+        # Which part of a batch this process reads, and of how many parts.
+        self.place = sharding.part_of_process(self._batch_sharding, mesh.size)
+        train = lower_train(config, mesh)
+        self.train = waiting(lambda: compile_for(train, mesh))
         if config.eval.every:
-            self.evaluate = compile_for(lower_eval(config, mesh), mesh)
+            evaluate = lower_eval(config, mesh)
+            self.evaluate = waiting(lambda: compile_for(evaluate, mesh))
+        self._vote = _Vote(mesh)
         self.compile_seconds = time.perf_counter() - began
         self.peak_bytes = peak_bytes(self.train, mesh.devices.flat[0].platform)
 
+    def agree(self, *mine: bool) -> tuple[bool, ...]:
+        """Which of some questions any process answered with yes, the same on each of them.
+
+        With several processes the answers are those of the call before, so that none waits.
+        """
+        return self._vote(mine)
+
     def put(self, batch: pipeline.Batch) -> step.Batch:
-        """A host's batch as arrays over all devices."""
+        """A host's part of a batch as arrays over all devices."""
+        _, parts = self.place
         return {
-            key: jax.make_array_from_process_local_data(self._batch_sharding, value)
+            key: jax.make_array_from_process_local_data(
+                self._batch_sharding, value, (len(value) * parts, *value.shape[1:])
+            )
             for key, value in batch.items()
         }
+
+
+class _Vote:
+    """See `Programs.agree`."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh, self._pending = mesh, None
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._any = jax.jit(lambda votes: votes.max(axis=0), out_shardings=everywhere)
+
+    def __call__(self, mine: tuple[bool, ...]) -> tuple[bool, ...]:
+        if jax.process_count() == 1:
+            return mine
+        before, own = self._pending, self._mesh.local_mesh.size
+        votes = jax.make_array_from_process_local_data(
+            NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names)),
+            np.tile(np.asarray(mine, np.int32), (own, 1)),
+        )
+        self._pending = self._any(votes)
+        if before is None:
+            return (False,) * len(mine)
+        return tuple(bool(vote) for vote in jax.device_get(before))
 
 
 def peak_bytes(compiled: Any, platform: str) -> int:

@@ -17,21 +17,35 @@ from deltares_jax.training import losses, optim
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
+NORMS = 32  # gradient norms whose median a spike is measured by
 
 
 class TrainState(struct.PyTreeNode):
-    """step: completed updates. params and opt_state: float32 (float64 with that compute dtype)."""
+    """step: completed updates. params and opt_state: float32 (float64 with that compute dtype).
+
+    norms: the latest gradient norms [NORMS], NaN where there were none; with `train.spike_factor`.
+    """
 
     step: jax.Array
     params: Any
     opt_state: Any
+    norms: Any = ()
 
 
 def init_state(config: FrozenConfigDict) -> TrainState:
     """The state before the first update, a function of `train.seed` alone."""
-    params = transformer.init(config.model, jax.random.key(config.train.seed))
+    return fresh(config, transformer.init(config.model, jax.random.key(config.train.seed)))
+
+
+def fresh(config: FrozenConfigDict, params: Any) -> TrainState:
+    """The state before the first update of given parameters."""
     opt_state = optim.make_optimizer(config).init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, no_norms(config))
+
+
+def no_norms(config: FrozenConfigDict) -> Any:
+    """`TrainState.norms` before the first update."""
+    return jnp.full(NORMS, jnp.nan, jnp.float32) if config.train.spike_factor else ()
 
 
 def loss_sums(config: FrozenConfigDict, params: Any, batch: Batch) -> losses.LossSums:
@@ -78,26 +92,62 @@ def gradients(config: FrozenConfigDict, params: Any, batch: Batch) -> tuple[loss
 def train_step(
     config: FrozenConfigDict, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
-    """One update. With a loss or gradient that is not finite the state comes back unchanged.
+    """One update, or none.
+
+    With a loss or gradient that is not finite the state comes back unchanged. Under
+    `train.nonfinite=skip`, and where the gradient norm exceeds `train.spike_factor` times the
+    median of those before, parameters and moments do, but the step and the schedule move on.
 
     Metrics: `loss` (mean over the valid targets, without the z-loss), `grad_norm` (before
-    clipping), `learning_rate` (the one used), `tokens` (valid targets), `finite`.
+    clipping), `learning_rate` (the one used), `tokens` (valid targets), `finite`, `spike`.
     """
     sums, grads = gradients(config, state.params, batch)
     loss = sums.loss / jnp.maximum(sums.weight, 1.0)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     updates, opt_state = optim.make_optimizer(config).update(grads, state.opt_state, state.params)
-    updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
-    new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+    updated = TrainState(
+        state.step + 1, optax.apply_updates(state.params, updates), opt_state, state.norms
+    )
+    spike = jnp.zeros((), bool)
+    if config.train.spike_factor:
+        spike = finite & (grad_norm > config.train.spike_factor * jnp.median(state.norms))
+        latest = jnp.append(state.norms[1:], grad_norm.astype(state.norms.dtype))
+        updated = updated.replace(norms=jnp.where(finite, latest, state.norms))
+    counts = finite | (config.train.nonfinite == "skip")
+    new_state = _choose(finite & ~spike, counts, updated, state)
     metrics = {
         "loss": loss,
         "grad_norm": grad_norm,
         "learning_rate": optim.schedule(config)(state.step + 1),
         "tokens": sums.weight,
         "finite": finite,
+        "spike": spike,
     }
     return new_state, metrics
+
+
+def _choose(made: jax.Array, counts: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+    """The new state where the update is made; where it only counts, its step and schedule."""
+
+    def pick(which: jax.Array, new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(which, a, b), new, old)
+
+    def of_optimizer(new: Any, old: Any) -> Any:
+        schedule = isinstance(new, optax.ScaleByScheduleState)
+        return pick(counts if schedule else made, new, old)
+
+    return TrainState(
+        pick(counts, new.step, old.step),
+        pick(made, new.params, old.params),
+        jax.tree.map(
+            of_optimizer,
+            new.opt_state,
+            old.opt_state,
+            is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState),
+        ),
+        new.norms,
+    )
 
 
 def eval_step(config: FrozenConfigDict, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:

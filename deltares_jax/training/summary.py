@@ -11,8 +11,9 @@ from deltares_jax.analysis import plots
 from deltares_jax.data import ngram, pipeline
 from deltares_jax.data.dataset import Data
 from deltares_jax.models import sizes
-from deltares_jax.training import metrics, optim
+from deltares_jax.training import clock, metrics, optim
 from deltares_jax.training import workdir as workdir_lib
+from deltares_jax.training.start import Start
 
 PICTURE = "loss.png"
 
@@ -22,9 +23,7 @@ def start_lines(
     folder: pathlib.Path,
     machine: list[str],
     data: Data,
-    resumed: int,
-    meta: dict[str, Any],
-    changes: list[str],
+    start: Start,
 ) -> list[str]:
     """What will run, in a few lines.
 
@@ -33,21 +32,19 @@ def start_lines(
       folder: of the run.
       machine: lines on the devices and what they hold.
       data: what it reads.
-      resumed: the step that the run goes on from; 0 for a fresh start.
-      meta: what the checkpoint says of itself.
-      changes: lines on what the resumed run changes.
+      start: where the run starts.
     """
-    start = f"resumed at step {resumed}" if resumed else "fresh start"
+    changed = "changed on resume" if start.own else "changed"
     lines = [
-        f"{workdir_lib.shown(folder)}: {start}",
-        *(f"changed on resume: {change}" for change in changes),
+        f"{workdir_lib.shown(folder)}: {start.text}",
+        *(f"{changed}: {change}" for change in start.changes),
     ]
-    if any(change.startswith("train.steps") for change in changes):
-        old = FrozenConfigDict(meta["config"])
-        rates = [float(optim.schedule(c)(resumed + 1)) for c in (old, config)]
+    if any(change.startswith(("train.steps", "optim.")) for change in start.changes):
+        old = FrozenConfigDict(start.meta["config"])
+        rates = [float(optim.schedule(c)(start.step + 1)) for c in (old, config)]
         lines.append(f"learning rate of the next step: {rates[0]:.3e} → {rates[1]:.3e}")
     lines += machine
-    lines += data.describe(meta["rows_seen"])
+    lines += data.describe(start.meta["rows_seen"])
     if config.data.mixture:
         lines.append("data.source has no effect beside data.mixture")
     if not config.data.document_masking:
@@ -93,17 +90,28 @@ def finish(
     folder: pathlib.Path,
     recipe: str,
     data: Data,
+    seconds: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Draws the loss curve, prints the summary and returns its numbers."""
+    """Draws the loss curve, prints the summary and returns its numbers.
+
+    Args:
+      config: the resolved config.
+      folder: of the run.
+      recipe: for the command that is printed.
+      data: what it read.
+      seconds: what its time was spent on, where that is known.
+    """
     train, held_out = metrics.read_rows(folder)
     if not train:
         raise ValueError(f"{folder / workdir_lib.METRICS} holds no training rows to sum up")
-    first, last = train[min(train)], train[max(train)]
+    made = {step: row for step, row in train.items() if row["loss"] is not None}
+    first, last = made[min(made)], made[max(made)]
     result: dict[str, Any] = {
         "workdir": str(folder),
         "steps": max(train),
         "first_loss": first["loss"],
         "last_loss": last["loss"],
+        "goodput": last.get("goodput"),  # absent in rows of older versions
     }
     lines = [
         f"run: {workdir_lib.shown(folder)}",
@@ -120,8 +128,12 @@ def finish(
             result["bigram_loss"] = bigram
             text += f"; an add-one bigram table of the train split has {bigram:.4f}"
         lines.append(text)
+    if seconds:
+        shares = clock.shares(seconds)
+        spent = ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items())
+        lines.append(f"time: {metrics.human_time(sum(seconds.values()))}: {spent}")
     title = f"{config.model.residual.variant} on {', '.join(data.parts)}"
-    plots.loss_curve(train, held_out, folder / PICTURE, title, bigram)
+    plots.loss_curve(made, held_out, folder / PICTURE, title, bigram)
     lines.append(f"curve: {workdir_lib.shown(folder / PICTURE)}")
     other = "baseline" if config.model.residual.variant != "baseline" else "delta_block"
     if recipe:

@@ -42,7 +42,7 @@ def open_workdir(path: str) -> pathlib.Path:
         workdir.mkdir(parents=True, exist_ok=True)
         probe = workdir / f".writable.{os.getpid()}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another host's process may have the same number
     except OSError as error:
         raise ValueError(f"--workdir={path} cannot be written: {error.strerror}") from None
     return workdir
@@ -68,6 +68,20 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
         yield
 
 
+def steps(workdir: pathlib.Path) -> list[int]:
+    """Steps of the complete checkpoints of a run, oldest first."""
+    folder = workdir / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def newest_text(workdir: pathlib.Path) -> str:
+    """What a run that ends now leaves, in words."""
+    there = steps(workdir)
+    return f"step {there[-1]} is the newest checkpoint" if there else "nothing was saved"
+
+
 def shown(path: pathlib.Path) -> str:
     """A path as it is printed: relative where it lies below the current folder."""
     here = pathlib.Path.cwd()
@@ -90,7 +104,8 @@ def _commit() -> str:
         return ""
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python and the libraries that a run depends on."""
     found = {}
     for package in _PACKAGES:
         try:
@@ -106,7 +121,7 @@ def write_run_files(
     """Writes `config.json` and `run.json`: versions, commit, command line, devices."""
     write_json(workdir / CONFIG, config.to_dict())
     run = {
-        "versions": _versions(),
+        "versions": versions(),
         "commit": _commit(),
         "command": [sys.executable, *sys.orig_argv[1:]],
         "devices": {"count": len(devices), "kind": devices[0].device_kind},
