@@ -99,9 +99,9 @@ def main() -> int:
         try:
             sets = processes.one_by_one(lambda: dataset.open_eval_sets(saved))
         except ValueError as error:
-            text = str(error)
+            why = str(error)
             raise ValueError(
-                f"--data: {text.removeprefix('eval.sets: ')}" if _DATA.value else text
+                f"--data: {why.removeprefix('eval.sets: ')}" if _DATA.value else why
             ) from None
         asked = _BATCH_SIZE.value or saved.eval.batch_size
         batch_size = model.batch_size(asked)

@@ -84,7 +84,13 @@ def need_stdout() -> None:
         raise Stop("stdout is closed, so the result cannot be written", UNEXPECTED)
 
 
-def put(*lines: str) -> None:
+def note(line: str) -> None:
+    """Prints a line beside a result, to stderr."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def put(*lines: str, end: str = "\n") -> None:
     """Prints what a command was started for.
 
     Raises:
@@ -93,7 +99,7 @@ def put(*lines: str) -> None:
     """
     need_stdout()
     try:
-        print(*lines, sep="\n", flush=True)
+        print(*lines, sep="\n", end=end, flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
+from deltares_jax.data import tokens
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import sharding
 from deltares_jax.training import checkpoint, metrics, programs
@@ -134,6 +135,21 @@ def saved_config(folder: pathlib.Path, step: int) -> FrozenConfigDict:
     config.model.remat = "full"  # with scan=auto, the smallest program; nothing is differentiated
     config.train.accumulation = 1
     return config_lib.resolve(config)
+
+
+def tokenizer(config: FrozenConfigDict) -> tokens.Tokenizer:
+    """The tokenizer of a run.
+
+    Raises:
+      ValueError: it is not there, or has more tokens than the model.
+    """
+    found = tokens.get_tokenizer(config.data.tokenizer)
+    if found.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"data.tokenizer={config.data.tokenizer!r} has {found.vocab_size} tokens, the model "
+            f"{config.model.vocab_size} (model.vocab_size): it was trained with another"
+        )
+    return found
 
 
 def changed(config: FrozenConfigDict, values: dict[str, Any]) -> FrozenConfigDict:

@@ -97,9 +97,9 @@ class Attention(nn.Module):
         """Attends over what is cached, [B, S, K, d], and adds to it; slot s is position s."""
         rows_B1 = jnp.arange(q_BTHd.shape[0])[:, None]
         for name, new_BTKd in (("key", k_BTKd), ("value", v_BTKd)):
-            kept_BSKd = self.get_variable("cache", name)
+            kept_BSKd: jax.Array = self.get_variable("cache", name)
             self.put_variable("cache", name, kept_BSKd.at[rows_B1, positions_BT].set(new_BTKd))
-        key_BSKd = self.get_variable("cache", "key")
+        key_BSKd: jax.Array = self.get_variable("cache", "key")
         seen_BTS = jnp.arange(key_BSKd.shape[1])[None, None] <= positions_BT[..., None]
         return attention.masked(q_BTHd, key_BSKd, self.get_variable("cache", "value"), seen_BTS)
 
