@@ -47,11 +47,12 @@ def draw(
     """Next tokens [B]; see `Sampling`, with a temperature above 0 and a `top_k` of V at most."""
     order_BV = jnp.argsort(-logits_BV, axis=-1)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1) / temperature
-    kept_BV = jnp.arange(logits_BV.shape[-1])[None] < jnp.where(top_k > 0, top_k, sorted_BV.size)
+    rank_1V = jnp.arange(logits_BV.shape[-1])[None]
+    kept_BV = rank_1V < jnp.where(top_k > 0, top_k, sorted_BV.size)
     sorted_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
     weights_BV = jax.nn.softmax(sorted_BV, axis=-1)
     before_BV = jnp.cumsum(weights_BV, axis=-1) - weights_BV
-    sorted_BV = jnp.where(before_BV < top_p, sorted_BV, -jnp.inf)
+    sorted_BV = jnp.where((before_BV < top_p) | (rank_1V == 0), sorted_BV, -jnp.inf)
     rank_B = jax.vmap(jax.random.categorical)(keys_B, sorted_BV)
     return jnp.take_along_axis(order_BV, rank_B[:, None], axis=-1)[:, 0]
 
