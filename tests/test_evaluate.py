@@ -132,32 +132,13 @@ def test_steps_by_name(run):
         (["--workdir={run}", "--batch_size=0"], "--batch_size=0 must be a positive integer"),
     ],
 )
-def test_bad_input_is_one_line(run, flags, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["evaluate", *(flag.format(run=run) for flag in flags)])
-    code, _, error = in_process("evaluate", capsys)
+def test_bad_input_is_one_line(run, flags, message, in_process):
+    code, error = in_process("evaluate", *(flag.format(run=run) for flag in flags))
     assert code == 2
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert message in error
     assert not (run / "evaluation").exists()
-
-
-def in_process(name, capsys):
-    """Runs a command's module by sys.argv, in this process: code, stdout, stderr."""
-    import runpy
-
-    from absl import flags
-
-    before = set(flags.FLAGS)
-    try:
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_module(f"deltares_jax.{name}", run_name="__main__")
-    finally:
-        for flag in set(flags.FLAGS) - before:
-            delattr(flags.FLAGS, flag)
-        flags.FLAGS.unparse_flags()
-    captured = capsys.readouterr()
-    return exit_.value.code, captured.out, captured.err
 
 
 def test_command_prints_and_writes(run, single, command, corpora):
