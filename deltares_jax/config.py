@@ -50,6 +50,37 @@ def _default_model() -> ConfigDict:
     )
 
 
+def _default_distributed() -> ConfigDict:
+    return ConfigDict(
+        {
+            "coordinator": "",  # host:port of process 0, which takes this port and the next
+            "process_id": -1,  # -1, empty and 0: as the environment says, if it does
+            "num_processes": 0,
+            "timeout": 300.0,  # seconds to wait for the others at the start
+            "heartbeat": 60.0,  # seconds after which a silent one counts as lost
+        }
+    )
+
+
+def _default_train() -> ConfigDict:
+    return ConfigDict(
+        {
+            "steps": 300,
+            "batch_size": 8,
+            "accumulation": 1,  # micro-batches per update
+            "log_every": 1,
+            "seed": 0,
+            "nonfinite": "stop",  # at a loss or gradient that is not finite; or skip the update
+            "nonfinite_limit": 10,  # skipped updates of the run; one more stops it
+            "spike_factor": 0.0,  # skips updates of a gradient norm over so many times its median
+            "stall_factor": 50.0,  # stacks are logged after so many times a step's time; 0: never
+            "platform": "",  # cpu, gpu or tpu: start on no other; empty: any
+            "profile_steps": "",  # "10:15" traces steps 10 to 15
+            "compile_cache": "auto",  # a folder, `auto` for the user's cache folder, `off`
+        }
+    )
+
+
 def default() -> ConfigDict:
     """Every key there is, with its type and a default that trains on a laptop.
 
@@ -72,22 +103,7 @@ def default() -> ConfigDict:
             "workers": 0,  # processes that read ahead; threads do
         }
     )
-    config.train = ConfigDict(
-        {
-            "steps": 300,
-            "batch_size": 8,
-            "accumulation": 1,  # micro-batches per update
-            "log_every": 1,
-            "seed": 0,
-            "nonfinite": "stop",  # at a loss or gradient that is not finite; or skip the update
-            "nonfinite_limit": 10,  # skipped updates of the run; one more stops it
-            "spike_factor": 0.0,  # skips updates of a gradient norm over so many times its median
-            "stall_factor": 50.0,  # stacks are logged after so many times a step's time; 0: never
-            "platform": "",  # cpu, gpu or tpu: start on no other; empty: any
-            "profile_steps": "",  # "10:15" traces steps 10 to 15
-            "compile_cache": "auto",  # a folder, `auto` for the user's cache folder, `off`
-        }
-    )
+    config.train = _default_train()
     config.optim = ConfigDict(
         {
             "learning_rate": 1e-3,  # the peak
@@ -102,6 +118,8 @@ def default() -> ConfigDict:
             "eps": 1e-8,
             "clip_norm": 1.0,  # of the global norm; 0 is off
             "z_loss": 0.0,
+            "routing_learning_rate": 0.0,  # peak of the routing parameters; 0: as of all others
+            "freeze_base": False,  # routing parameters alone are trained
         }
     )
     config.eval = ConfigDict(
@@ -131,15 +149,7 @@ def default() -> ConfigDict:
             "allow_replicated": False,  # large weights that fsdp and tensor leave whole
         }
     )
-    config.distributed = ConfigDict(
-        {
-            "coordinator": "",  # host:port of process 0, which takes this port and the next
-            "process_id": -1,  # -1, empty and 0: as the environment says, if it does
-            "num_processes": 0,
-            "timeout": 300.0,  # seconds to wait for the others at the start
-            "heartbeat": 60.0,  # seconds after which a silent one counts as lost
-        }
-    )
+    config.distributed = _default_distributed()
     return config.lock()
 
 
@@ -223,6 +233,8 @@ def notes(config: FrozenConfigDict) -> list[str]:
     """What start-up should say about the config: options without effect, readers without choice."""
     residual, lines = config.model.residual, []
     row = variants.VARIANTS[residual.variant]
+    if config.optim.routing_learning_rate and row.routing == "none":
+        lines.append(f"optim.routing_learning_rate has no effect on {residual.variant}")
     if row.grows != "block":
         lines.append(f"model.residual.num_blocks has no effect on {residual.variant}")
         return lines

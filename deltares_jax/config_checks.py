@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from deltares_jax import config_residual
 from deltares_jax.data import names
 from deltares_jax.models import variants
 
@@ -58,6 +59,7 @@ AT_LEAST: dict[str, float] = {
     "optim.b2": 0,
     "optim.clip_norm": 0,
     "optim.z_loss": 0,
+    "optim.routing_learning_rate": 0,
     "eval.every": 0,
     "eval.rows": 1,
     "eval.batch_size": 1,
@@ -161,9 +163,10 @@ def local_folder(key: str, path: str) -> None:
 def combinations(flat: Flat) -> None:
     """Checks what several keys must agree on."""
     _shape(flat)
-    _residual(flat)
+    config_residual.check(flat)
     _batch(flat)
     _schedule(flat)
+    _routing_optimizer(flat)
     if flat["init_optimizer"] and not flat["init_from"]:
         raise ValueError("init_optimizer=True needs init_from, a run whose optimizer goes on")
     factor = flat["train.spike_factor"]
@@ -195,61 +198,6 @@ def _shape(flat: Flat) -> None:
         raise ValueError(f"model.head_dim={flat['model.head_dim']} must be even for RoPE")
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _residual(flat: Flat) -> None:
-    name, blocks = flat["model.residual.variant"], flat["model.residual.num_blocks"]
-    row, layers = variants.VARIANTS[name], flat["model.num_layers"]
-    if row.grows == "block" and row.ragged and blocks > layers:
-        raise ValueError(
-            f"model.residual.num_blocks={blocks} must not exceed model.num_layers={layers}"
-        )
-    if row.grows == "block" and not row.ragged and layers % blocks:
-        near = sorted(_divisors(layers), key=lambda n: (abs(n - blocks), n))[:2]
-        raise ValueError(
-            f"model.residual.num_blocks={blocks} must divide model.num_layers={layers}; "
-            f"nearest valid: {' or '.join(map(str, sorted(near)))}"
-        )
-    gate, centered = flat["model.residual.gate"], flat["model.residual.centered"]
-    null_source = flat["model.residual.null_source"]
-    switched = {"gate": gate != "none", "null_source": null_source, "centered": centered}
-    for option, on in switched.items():
-        if on and option not in row.options:
-            takers = ", ".join(n for n, r in variants.VARIANTS.items() if option in r.options)
-            raise ValueError(
-                f"model.residual.{option}={flat[f'model.residual.{option}']} is not defined for "
-                f"{name}; it goes with {takers}"
-            )
-    if centered and gate == "alpha":
-        raise ValueError(
-            "model.residual.centered=True with model.residual.gate=alpha never trains: the "
-            "gradients of both are 0 at the start; use gate=none or gate=scalar"
-        )
-    kernel, grows = flat["model.residual.kernel"], {"batched": {"block", "sublayer"}}
-    grows["pallas"] = {"sublayer"}
-    if row.grows not in grows.get(kernel, {row.grows}):
-        takers = ", ".join(n for n, r in variants.VARIANTS.items() if r.grows in grows[kernel])
-        raise ValueError(
-            f"model.residual.kernel={kernel} is not defined for {name}; it goes with {takers}"
-        )
-    if row.grows == "sublayer" and flat["model.remat"] == "offload":
-        raise ValueError(
-            f"model.remat=offload moves the inputs of layers; {name} keeps sources instead, and "
-            "reads them in every layer; use model.remat=full"
-        )
-    if flat["model.scan"] == "boundaries" and flat["model.remat"] != "full":
-        raise ValueError(
-            "model.scan=boundaries keeps nothing inside a block, so it goes with model.remat=full, "
-            f"not with model.remat={flat['model.remat']}"
-        )
-    if null_source and flat["model.norm_eps"] == 0:
-        raise ValueError(
-            "model.norm_eps=0 cannot normalise model.residual.null_source=True, which starts at 0"
-        )
-
-
 def _batch(flat: Flat) -> None:
     batch, parts = flat["train.batch_size"], flat["train.accumulation"]
     if batch % parts:
@@ -278,6 +226,20 @@ def _schedule(flat: Flat) -> None:
     if final > peak:
         raise ValueError(
             f"optim.final_learning_rate={final} must not exceed optim.learning_rate={peak}"
+        )
+
+
+def _routing_optimizer(flat: Flat) -> None:
+    rate, name = flat["optim.routing_learning_rate"], flat["model.residual.variant"]
+    if rate and not flat["optim.learning_rate"]:
+        raise ValueError(
+            f"optim.routing_learning_rate={rate} follows the schedule of optim.learning_rate, "
+            "which must be above 0; optim.freeze_base=True trains routing parameters alone"
+        )
+    if flat["optim.freeze_base"] and variants.VARIANTS[name].routing == "none":
+        raise ValueError(
+            f"optim.freeze_base=True trains routing parameters alone, but {name} has none; use "
+            "another model.residual.variant"
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
+from deltares_jax.models import variants
 
 
 def resume_rule(key: str) -> str:
@@ -40,6 +41,8 @@ def changed_on_init(saved: dict[str, Any], config: FrozenConfigDict) -> list[str
     allowed, refused = _changes(saved, config)
     kept = ("model.", "data.", "train.seed") if config.init_optimizer else ("model.",)
     bad = [line for line in refused if line.startswith(kept)]
+    if variants.VARIANTS[config.model.residual.variant].grows != "block":
+        bad = [line for line in bad if not line.startswith("model.residual.num_blocks:")]
     if bad:
         raise ValueError(
             f"init_from={config.init_from} cannot start this run: {'; '.join(bad)} (saved → asked)"

@@ -20,6 +20,7 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 from deltares_jax import config as config_lib
 from deltares_jax.models import transformer
 from deltares_jax.training import checkpoint, step
+from deltares_jax.training import workdir as workdir_lib
 
 
 class Model:
@@ -88,7 +89,7 @@ def load(path: str | os.PathLike[str], step: int | None = None) -> Model:
     Raises:
       ValueError: there is no such run or step, or it is damaged.
     """
-    run, step = checkpoint.locate(os.fspath(path), step)
+    run, step = workdir_lib.locate(os.fspath(path), step)
     checkpoints = checkpoint.Checkpointer(run)
     try:
         config = config_lib.resolve(config_lib.from_dict(checkpoints.read_meta(step)["config"]))

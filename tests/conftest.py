@@ -109,6 +109,13 @@ def tiny_config() -> ConfigDict:
     return config
 
 
+@pytest.fixture
+def one_layer(tiny):
+    """Makes `tiny` compile fast, for tests in which nothing depends on the model."""
+    tiny.model.num_layers = 1
+    tiny.model.residual.variant = "baseline"
+
+
 def run_command(*arguments: str, env: dict[str, str] | None = None, **kwargs):
     """Runs `python -m deltares_jax.<first argument> …` as a user does, on one device."""
     environment = {**os.environ, "XLA_FLAGS": "", **(env or {})}

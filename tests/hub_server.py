@@ -31,7 +31,7 @@ class Hub(http.server.ThreadingHTTPServer):
     def listing(self, repository: str, folder: str) -> list[dict]:
         entries = [{"type": "directory", "path": folder, "size": 0, "oid": "0"}]
         for (owner, path), content in sorted(self.files.items()):
-            if owner == repository and path.startswith(f"{folder}/"):
+            if owner == repository and path.startswith(f"{folder}/" if folder else ""):
                 entry = {"type": "file", "path": path, "size": len(content), "oid": "0"}
                 if self.checksums:
                     oid = hashlib.sha256(content).hexdigest()
@@ -54,8 +54,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         fault = faults.pop(0) if faults else None
         if isinstance(fault, int):
             self.send_error(fault)
-        elif parts[0] == "api":  # api/datasets/OWNER/NAME/tree/REVISION/PATH
-            entries = self.server.listing("datasets/" + "/".join(parts[2:4]), "/".join(parts[6:]))
+        elif parts[0] == "api":  # api/datasets/OWNER/NAME/tree/REVISION/PATH, or of models
+            repository = "/".join(parts[1:4] if parts[1] == "datasets" else parts[2:4])
+            entries = self.server.listing(repository, "/".join(parts[6:]))
             at = int(dict(urllib.parse.parse_qsl(url.query)).get("cursor", 0))
             more = {}
             if at + self.server.page < len(entries):

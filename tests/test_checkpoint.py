@@ -1,41 +1,22 @@
-"""Checkpoints: what is kept, what a damaged one costs, what cannot be written."""
+"""Checkpoints: what is kept, what a damaged one costs, other meshes."""
 
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, tiny_config
+from conftest import tiny_config
+from run_helpers import losses, newest, saved, train
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint, loop, metrics, signals
+from deltares_jax.training import checkpoint, metrics
 
-
-@pytest.fixture
-def tiny(tiny):
-    """Compiled fast: nothing here depends on the model."""
-    tiny.model.num_layers = 1
-    tiny.model.residual.variant = "baseline"
-    return tiny
-
-
-def train(config, folder, devices=1):
-    return loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:devices])
-
-
-def losses(folder):
-    return {step: row["loss"] for step, row in metrics.read_rows(folder)[0].items()}
-
-
-def saved(folder):
-    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+pytestmark = pytest.mark.usefixtures("one_layer")
 
 
 # What is kept.
@@ -91,7 +72,7 @@ def test_minutes_save_between_the_steps_that_do(tiny, tmp_path):
 def test_checkpoint_tells_where_the_run_was(tiny, tmp_path):
     tiny.train.steps = 3
     train(tiny, tmp_path / "run")
-    at, meta = checkpoint.newest(tmp_path / "run")
+    at, meta = newest(tmp_path / "run")
     assert (at, meta["step"], meta["rows_seen"]) == (3, 3, 24)
     assert meta["tokens_seen"] == metrics.read_rows(tmp_path / "run")[0][3]["tokens_seen"]
     assert meta["versions"]["jax"] == jax.__version__
@@ -226,98 +207,6 @@ def test_run_goes_on_on_another_mesh(tiny, tmp_path, before, after):
     assert rows[6]["tokens_seen"] == metrics.read_rows(tmp_path / "same")[0][6]["tokens_seen"]
     for step, loss in losses(tmp_path / "same").items():
         assert rows[step]["loss"] == pytest.approx(loss, rel=1e-6)
-
-
-# What cannot be written.
-
-
-def test_save_that_fails_in_the_background_stops_the_run_at_the_next_steps(
-    tiny, tmp_path, monkeypatch
-):
-    """Not at the next save: that may be hours away."""
-    real = checkpoint.ocp.AsyncCheckpointer.check_for_errors
-    steps = []
-
-    def fails(self):
-        if len(steps) == 3:
-            raise OSError(28, "No space left on device")
-        real(self)
-
-    monkeypatch.setattr(checkpoint.ocp.AsyncCheckpointer, "check_for_errors", fails)
-    write = metrics.Writer.write
-    monkeypatch.setattr(
-        metrics.Writer, "write", lambda w, step, row: (steps.append(step), write(w, step, row))
-    )
-    tiny.train.steps = 9
-    tiny.checkpoint.every = 2
-    with pytest.raises(signals.Stop, match=r"No space left.*; step 2 is the newest") as stop:
-        train(tiny, tmp_path / "run")
-    assert stop.value.code == 6
-    assert max(losses(tmp_path / "run")) <= 4
-    assert load(tmp_path / "run").step == 2
-
-
-def command(tmp_path, *arguments, prefix=()):
-    line = [*prefix, sys.executable, "-m", "deltares_jax.train", "--config=configs/debug.py"]
-    line += ["--config.model.width=32", "--config.model.head_dim=16", "--config.data.seq_len=16"]
-    line += ["--config.optim.warmup_steps=2", "--config.eval.every=0", *arguments]
-    line += ["--config.metrics.tensorboard=False", "--config.train.compile_cache=off"]
-    env = {**os.environ, "XLA_FLAGS": ""}
-    env.pop("JAX_COMPILATION_CACHE_DIR")
-    return subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
-
-
-def can(*line):
-    return shutil.which(line[0]) and subprocess.run(line, capture_output=True).returncode == 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not can("unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"), reason="needs root"
-)
-def test_disk_that_is_full_at_the_second_save(tmp_path):
-    """A file system of 700 kB takes one checkpoint, and not a second one."""
-    (tmp_path / "small").mkdir()
-    script = f'mount -t tmpfs -o size=700k none {tmp_path}/small; "$0" "$@"; code=$?; '
-    script += f"ls {tmp_path}/small/run/checkpoints; exit $code"
-    arguments = [f"--workdir={tmp_path}/small/run", "--config.train.steps=9"]
-    arguments += ["--config.checkpoint.every=2", "--config.checkpoint.keep=5"]
-    done = command(tmp_path, *arguments, prefix=["unshare", "-m", "sh", "-c", script])
-    assert done.returncode == 6, done.stderr[-2000:]
-    (line,) = done.stderr.splitlines()
-    assert re.match(r"error: nothing could be saved under .*; step \d is the newest", line)
-    assert re.search(r"^\d$", done.stdout, re.MULTILINE)
-
-
-# Permissions bind root, too, without this.
-USER = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"]
-if os.getuid():
-    USER = []
-
-
-@pytest.mark.skipif(bool(USER) and not can(*USER, "true"), reason="root that cannot drop rights")
-def test_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "run").mkdir(mode=0o555)
-    done = command(tmp_path, f"--workdir={tmp_path}/run", prefix=USER)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert done.stderr == f"error: --workdir={tmp_path}/run cannot be written: Permission denied\n"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(USER) and not can(*USER, "true"), reason="root that cannot drop rights")
-def test_folder_that_cannot_be_written_any_more(tmp_path):
-    """Its permissions change after the first checkpoint."""
-    folder = tmp_path / "run" / "checkpoints"
-    script = f'"$0" "$@" & run=$!; while [ ! -d {folder}/2 ]; do sleep 0.1; done; '
-    script += f"chmod 555 {folder}; wait $run"
-    arguments = [f"--workdir={tmp_path}/run", "--config.train.steps=100000"]
-    prefix = [*USER, "sh", "-c", script]
-    done = command(tmp_path, *arguments, "--config.checkpoint.every=2", prefix=prefix)
-    assert done.returncode == 6, done.stderr[-2000:]
-    (line,) = done.stderr.splitlines()
-    assert re.search(r"nothing could be saved .*ermission denied.*; step \d+ is the newest", line)
-    folder.chmod(0o755)
-    assert load(tmp_path / "run").step == max(saved(tmp_path / "run"))
 
 
 def test_sums_are_those_of_the_bits_whatever_the_mesh():

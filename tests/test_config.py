@@ -505,6 +505,8 @@ RESUME = {
     "optim.eps": ("fixed", 1e-6),
     "optim.clip_norm": ("fixed", 0.5),
     "optim.z_loss": ("fixed", 1e-4),
+    "optim.routing_learning_rate": ("fixed", 5e-3),
+    "optim.freeze_base": ("fixed", True),
     "eval.every": ("free", 50),
     "eval.rows": ("free", 32),
     "eval.batch_size": ("free", 4),
@@ -622,6 +624,13 @@ PUBLISHED = {
 }
 
 
+# These start from a checkpoint of one variant.
+FINETUNE = {
+    CONFIGS / f"finetune_600m_{variant}.py": variant
+    for variant in ("baseline", "attnres_block", "delta_block")
+}
+
+
 def load_recipe(path: pathlib.Path) -> FrozenConfigDict:
     return config_lib.resolve(runpy.run_path(str(path))["get_config"]())
 
@@ -643,6 +652,7 @@ def recipe_of(size: str, variant: str) -> pathlib.Path:
 
 def test_recipes_are_those_of_the_paper_and_debug():
     expected = {"debug.py", "7b_delta_attnres.py"} | {recipe_of(*names).name for names in PUBLISHED}
+    expected |= {path.name for path in FINETUNE}
     assert {path.name for path in RECIPES} == expected
 
 
@@ -702,6 +712,27 @@ def test_recipe_holds_the_numbers_of_the_paper(published):
     assert optim.final_learning_rate == (3e-5 if large else 6e-5)
 
 
+@pytest.mark.parametrize("recipe", FINETUNE, ids=lambda path: path.stem)
+def test_recipe_of_fine_tuning_is_that_of_the_paper(recipe):
+    variant, config, text = FINETUNE[recipe], load_recipe(recipe), recipe.read_text()
+    model, optim = config.model, config.optim
+    assert SHAPES["600m"][0] == model.width
+    assert (model.rope_theta, model.residual.variant, model.residual.num_blocks) == (
+        1e6,
+        variant,
+        4,
+    )
+    assert model.residual.centered == (variant == "delta_block")
+    assert (optim.learning_rate, optim.routing_learning_rate) == (5e-5, 5e-3)
+    assert (config.train.steps, config.train.batch_size, config.data.seq_len) == (20_000, 32, 2048)
+    assert not optim.freeze_base
+    blocks = " --num_blocks=4" if variant in WITH_BLOCKS else ""
+    assert f" --variant={variant}{blocks} --out={config.init_from}\n" in text
+
+
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path not in FINETUNE], ids=lambda path: path.stem
+)
 def test_variant_alone_can_be_overridden_on_every_recipe(recipe):
     for variant in WITH_BLOCKS + WITHOUT_BLOCKS:
         config = runpy.run_path(str(recipe))["get_config"]()

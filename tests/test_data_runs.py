@@ -5,10 +5,11 @@ import pathlib
 
 import jax
 import pytest
+from run_helpers import newest
 
 from deltares_jax import config as config_lib
 from deltares_jax.data import dataset, pipeline
-from deltares_jax.training import checkpoint, loop, metrics, signals
+from deltares_jax.training import loop, metrics, signals
 
 T = 16
 
@@ -56,7 +57,7 @@ def test_resumed_runs_see_the_rows_that_are_left(run, monkeypatch):
     assert positions == [at for at, _ in whole] == list(range(0, 72, 8))
     assert [batch for _, batch in seen] == [batch for _, batch in whole]
     assert losses(cut) == losses(straight)
-    assert checkpoint.newest(cut)[1]["rows_seen"] == 72
+    assert newest(cut)[1]["rows_seen"] == 72
 
 
 def test_change_of_batch_goes_on_at_the_right_row_and_says_so(run, capsys):
@@ -66,7 +67,7 @@ def test_change_of_batch_goes_on_at_the_right_row_and_says_so(run, capsys):
     printed = capsys.readouterr().out
     assert "train.batch_size: 8 → 4" in printed
     assert "text: next is row 25 of" in printed
-    assert checkpoint.newest(folder)[1]["rows_seen"] == 3 * 8 + 3 * 4
+    assert newest(folder)[1]["rows_seen"] == 3 * 8 + 3 * 4
 
 
 def test_other_data_is_refused_unless_it_is_allowed(run, corpora, capsys):
@@ -80,10 +81,10 @@ def test_other_data_is_refused_unless_it_is_allowed(run, corpora, capsys):
     printed = capsys.readouterr().out
     assert "changed on resume: data: row 24 of the old → the first row of the new order" in printed
     assert "text: next is row 1 of" in printed
-    meta = checkpoint.newest(folder)[1]
+    meta = newest(folder)[1]
     assert (meta["step"], meta["rows_seen"]) == (4, 8)
     run(**{**other, "train__steps": 5})  # from now on this is its data
-    assert checkpoint.newest(folder)[1]["rows_seen"] == 16
+    assert newest(folder)[1]["rows_seen"] == 16
 
 
 def test_used_up_data_comes_again_in_a_new_order(run, corpora, capsys):
@@ -93,7 +94,7 @@ def test_used_up_data_comes_again_in_a_new_order(run, corpora, capsys):
     printed = capsys.readouterr().out
     step = math.ceil(rows / 8)
     assert f"step {step}: epoch 1 of text is complete; its rows come again, in a new ord" in printed
-    assert checkpoint.newest(folder)[1]["rows_seen"] == 40
+    assert newest(folder)[1]["rows_seen"] == 40
     assert "eval.every=2, but the data have no held-out text" in printed
     assert not metrics.read_rows(folder)[1]
 
@@ -107,7 +108,7 @@ def test_data_that_end_stop_the_run_after_a_save(run, corpora, tmp_path):
         ) as stop:
             run(**ends)
         assert stop.value.code == 5
-    assert checkpoint.newest(tmp_path / "run")[0] == rows // 8
+    assert newest(tmp_path / "run")[0] == rows // 8
 
 
 def test_mixture_trains_and_evaluates_each_of_its_sources(run, corpora, capsys):

@@ -9,23 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
+from run_helpers import newest, train
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
 from deltares_jax.data import pipeline
-from deltares_jax.training import checkpoint, clock, loop, metrics, signals, stall, step
+from deltares_jax.training import clock, metrics, signals, stall, step
 
-
-@pytest.fixture
-def tiny(tiny):
-    """Compiled fast: nothing here depends on the model."""
-    tiny.model.num_layers = 1
-    tiny.model.residual.variant = "baseline"
-    return tiny
-
-
-def train(config, folder):
-    return loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:1])
+pytestmark = pytest.mark.usefixtures("one_layer")
 
 
 def poison(monkeypatch, *numbers):
@@ -60,7 +51,7 @@ def test_skipped_update_leaves_parameters_and_moments_and_is_counted(
     params = {s: load(tmp_path / "run", step=s).params for s in (2, 3, 4)}
     jax.tree.map(np.testing.assert_array_equal, params[2], params[3])
     assert np.any(params[3]["embedding"] != params[4]["embedding"])
-    assert checkpoint.newest(tmp_path / "run")[1]["skipped"] == 2
+    assert newest(tmp_path / "run")[1]["skipped"] == 2
 
 
 def test_too_many_skipped_updates_stop_the_run_also_after_a_restart(tiny, tmp_path, monkeypatch):
@@ -214,7 +205,7 @@ def test_goodput_counts_steps_that_were_lost(tiny, tmp_path, monkeypatch, capsys
     with pytest.raises(ArithmeticError):
         train(tiny, tmp_path / "run")
     result = train(tiny, tmp_path / "run")
-    seconds = checkpoint.newest(tmp_path / "run")[1]["clock"]
+    seconds = newest(tmp_path / "run")[1]["clock"]
     assert seconds["lost"] >= 0.5
     assert seconds["steps"] > 0
     row = metrics.read_rows(tmp_path / "run")[0][7]

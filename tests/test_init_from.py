@@ -8,14 +8,10 @@ import jax
 import numpy as np
 import pytest
 from conftest import tiny_config
+from run_helpers import newest, train
 
-from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint, loop, metrics
-
-
-def train(config, folder, devices=1):
-    return loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:devices])
+from deltares_jax.training import checkpoint, metrics
 
 
 def log(folder):
@@ -74,7 +70,7 @@ def test_weights_of_another_run_start_a_run_of_its_own(
     printed = capsys.readouterr().out
     assert f"source@{4 if at else 6}, the rest fresh (no own checkpoint)" in printed
     assert sorted(log(tmp_path / "run")) == [1, 2, 3]
-    assert checkpoint.newest(tmp_path / "run")[1]["rows_seen"] == 3 * 8
+    assert newest(tmp_path / "run")[1]["rows_seen"] == 3 * 8
 
 
 def test_fork_with_optimizer_and_position_is_the_run_itself(source, constant, tmp_path, capsys):

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT
+from run_helpers import newest
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
@@ -224,7 +225,7 @@ def test_a_stop_before_the_first_step_says_that_nothing_was_saved(tiny, tmp_path
     with pytest.raises(signals.Stop, match="before a step was made") as stopped:
         train(tiny, tmp_path / "run")
     assert stopped.value.code == 144
-    assert checkpoint.newest(tmp_path / "run") is None
+    assert newest(tmp_path / "run") is None
 
 
 def test_a_step_that_is_not_finite_stops_the_run(tiny, tmp_path, monkeypatch):
@@ -400,7 +401,7 @@ def test_command_saves_on_request(tmp_path, number):
             break
     process.stdout.read()
     assert process.wait(60) == 143
-    saved, _ = checkpoint.newest(tmp_path / "run")
+    saved, _ = newest(tmp_path / "run")
     rows, _ = metrics.read_rows(tmp_path / "run")
     assert sorted(rows) == list(range(1, saved + 1))
 
@@ -420,7 +421,7 @@ def test_command_outlives_the_reader_of_its_output(tmp_path):
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(120) == 0
-    assert checkpoint.newest(tmp_path / "run")[0] == 40
+    assert newest(tmp_path / "run")[0] == 40
 
 
 def test_command_that_cannot_save_says_so_and_keeps_what_it_has(tmp_path):
@@ -439,7 +440,7 @@ def test_command_that_cannot_save_says_so_and_keeps_what_it_has(tmp_path):
     assert process.returncode == 6, stderr[-3000:]
     (line,) = stderr.splitlines()
     assert line.startswith(f"error: nothing could be saved under {tmp_path}/run/checkpoints")
-    assert checkpoint.newest(tmp_path / "run") is None
+    assert newest(tmp_path / "run") is None
 
 
 @pytest.mark.parametrize(("every", "steps"), [(4, [1, 4, 6]), (100, [1, 6])])

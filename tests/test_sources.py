@@ -67,7 +67,9 @@ def test_files_of_ones_own_in_order(tmp_path):
     write_files(tmp_path, dict.fromkeys([*every, "notes.md", "c/x.py"], b"x"))
     source = sources.text([str(tmp_path)], "text")
     assert names_of(source) == sorted(every)
-    assert source.notes == ("2 files of other kinds under --path were left out",)
+    assert source.notes == (
+        f"left out under --path: 2 of other kinds or linked, such as {tmp_path}/c/x.py",
+    )
     # Files of one document share a part; files of records have one each.
     parts = [[file.name for file in part.files] for part in source.parts]
     singles = [["a.jsonl"], ["b.txt"], ["c/a.jsonl.gz"], ["c/d.parquet"], ["e.jsonl.zst"]]
@@ -157,7 +159,7 @@ def test_lines_without_text_are_told_from_empty_ones(tmp_path):
     lines += [b"[1]", b'{"other": 1}', b"\xff", b'{"text": "\\ud800"}', b'{"text": "\xff"}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     read = list(documents.read(tmp_path / "a.jsonl", "a.jsonl", "text"))
-    assert [d.text for d in read] == [b"a", b"", *[None] * 6, b"\xed\xa0\x80", None]
+    assert [d.text for d in read] == [b"a", b"", *[None] * 6, b"\xed\xa0\x80", b"\xff"]
 
 
 def test_parquet_with_bad_bytes_and_without_text(tmp_path):

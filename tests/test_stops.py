@@ -7,24 +7,13 @@ import sys
 import threading
 import time
 
-import jax
 import pytest
+from run_helpers import train
 
-from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint, evaluation, loop, metrics, programs, signals
+from deltares_jax.training import checkpoint, evaluation, metrics, programs, signals
 
-
-@pytest.fixture
-def tiny(tiny):
-    """Compiled fast: nothing here depends on the model."""
-    tiny.model.num_layers = 1
-    tiny.model.residual.variant = "baseline"
-    return tiny
-
-
-def train(config, folder):
-    return loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:1])
+pytestmark = pytest.mark.usefixtures("one_layer")
 
 
 def log(folder):

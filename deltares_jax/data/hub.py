@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import requests
 
@@ -95,13 +95,16 @@ def _get(url: str, start: int = 0) -> requests.Response:
     return response
 
 
-def list_files(repository: str, revision: str, folder: str) -> list[RemoteFile]:
-    """The files of a data set's repository below a folder, sorted by path.
+def list_files(
+    repository: str, revision: str, folder: str, kind: Literal["datasets", "models"] = "datasets"
+) -> list[RemoteFile]:
+    """The files of a repository below a folder, sorted by path.
 
     Raises:
       ValueError: the hub does not answer, or the folder holds no files.
     """
-    base = f"{_endpoint()}/api/datasets/{repository}/tree/{revision}/{folder}"
+    base = f"{_endpoint()}/api/{kind}/{repository}/tree/{revision}/{folder}".rstrip("/")
+    files_of = f"{_endpoint()}/{'' if kind == 'models' else f'{kind}/'}{repository}"
     url: str | None = f"{base}?recursive=true"
     files = []
 
@@ -120,7 +123,7 @@ def list_files(repository: str, revision: str, folder: str) -> list[RemoteFile]:
                 files.append(
                     RemoteFile(
                         path,
-                        f"{_endpoint()}/datasets/{repository}/resolve/{revision}/{path}",
+                        f"{files_of}/resolve/{revision}/{path}",
                         entry["size"],
                         (entry.get("lfs") or {}).get("oid", "").removeprefix("sha256:"),
                     )

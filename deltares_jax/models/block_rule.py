@@ -244,11 +244,10 @@ def _slice(config: FrozenConfigDict, whole: Params, extent: Extent, when: Any) -
     """The parameters of a block, matrices in the compute dtype, to which the layers cast them."""
     first = extent.first + _zero_after(when)
 
-    parts = [
-        lax.dynamic_slice_in_dim(flat(config, stack), first, extent.length)
-        for stack in jax.tree.leaves(whole)
-    ]
-    return cast(config, jax.tree.unflatten(jax.tree.structure(whole), parts))
+    def one(stack: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(flat(config, stack), first, extent.length)
+
+    return cast(config, jax.tree.map(one, whole))
 
 
 def cast(config: FrozenConfigDict, own: Params) -> Params:

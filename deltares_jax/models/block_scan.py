@@ -69,6 +69,9 @@ class _Blocks:
         view = jax.tree.map(one, params)
         return view, jnp.arange(len(jax.tree.leaves(view)[0]))
 
+    def _extent(self, block: Any) -> Extent:
+        return Extent(block, block * self.per_block, self.per_block)
+
     def _kept(
         self, own: Params, start: State, sources: Any, params: Params, context: Context
     ) -> Kept:
@@ -82,7 +85,7 @@ class _Blocks:
             own, block = block_rule.cast(self.config, xs[0]), xs[1]
             moving, fixed = residual.split(self.config, state)
             logits = residual.block_logits(self.config, own, fixed)
-            extent = Extent(block, 0, self.per_block)
+            extent = self._extent(block)
             args = (own, moving, fixed, logits, context, params)
             after, _ = block_rule.run_layers(self.apply_layer, extent, *args, keep=False)
             # Nothing may read the buffer once it is written to: it would be copied.
@@ -108,7 +111,7 @@ class _Blocks:
             d_own, d_start, d_sources = block_rule.differentiate(
                 self.config,
                 self.apply_layer,
-                Extent(block, 0, self.per_block),
+                self._extent(block),
                 kept,
                 own,
                 State(d_closed, None),
@@ -144,6 +147,5 @@ class _Blocks:
         d_sources = lax.dynamic_update_index_in_dim(
             d_state.sources, jnp.zeros_like(d_source_BTD), slot, 0
         )
-        if self.row.appends == "change":
-            d_sources = d_sources.at[jnp.maximum(slot - 1, 0)].add(d_newest)
+        d_sources = d_sources.at[jnp.maximum(slot - 1, 0)].add(d_newest)
         return d_closed, d_opened, d_sources

@@ -252,15 +252,15 @@ FORMS: dict[str, Callable[..., tuple[residual.State, Weights]]] = {
 def resolved_form(config: FrozenConfigDict) -> str:
     """The form that `model.scan` names.
 
-    `auto` takes `unrolled`, or `boundaries` where that program would be large or m is 1; `blocks`
-    for one block without sources. Sources of every sublayer have one rule, named `unrolled`.
+    `auto` takes `unrolled`, the fastest; `boundaries` where that program would be too large, and
+    `blocks` for one block without sources. Sources of every sublayer have one rule, `unrolled`.
     """
     grows, per_block = variants.VARIANTS[config.residual.variant].grows, _per_block(config)
     form = str(config.scan)
     if form == "auto":
         if grows != "sublayer" and per_block == config.num_layers:
             return "blocks"
-        scanned = per_block == 1 or config.num_layers // per_block > MANY_BLOCKS
+        scanned = config.num_layers // per_block > MANY_BLOCKS
         form = "boundaries" if scanned and config.remat == "full" else "unrolled"
     return "unrolled" if form == "boundaries" and grows != "block" else form
 

@@ -64,6 +64,18 @@ def choose(model: Any, platform: str, row_tokens: int) -> str:
     return "direct" if reason else "pallas"
 
 
+def fits(model: Any, readers: int) -> bool:
+    """Whether `read` has room in fast memory for so many readers of a model.
+
+    Blocks lie there twice, as the next one is fetched meanwhile; a direction takes a whole lane.
+    """
+    itemsize = jnp.dtype(model.dtype).itemsize
+    block = max(_LANES * model.width, _TILE_BYTES // itemsize)
+    mixes = readers + int(model.residual.centered)
+    needed = 2 * block * (SLOTS * itemsize + mixes * 4) + 2 * readers * model.width * _LANES * 4
+    return needed < _FAST_MEMORY
+
+
 def read(
     buffer_SBTD: jax.Array,
     direction_RD: jax.Array,

@@ -38,12 +38,16 @@ class Passes:
     """The passes of one model. Tables of logits are [S, R, B, T], or None where there is none."""
 
     def __init__(self, config: FrozenConfigDict, view: View):
-        self.view = view
+        self.config, self.view = config, view
         self.eps: float = config.norm_eps
         self.centered: bool = config.residual.centered
         self.wide = statistics_dtype(config.dtype)
         self.has_table = config.residual.kernel == "batched"
         self.ops: Any = routing_kernels if config.residual.kernel == "pallas" else routing_loops
+
+    def fits(self, readers: int) -> bool:
+        """Whether a pass can serve so many readers."""
+        return self.ops is not routing_kernels or routing_kernels.fits(self.config, readers)
 
     def empty_buffer(self, embedding_BTD: jax.Array) -> jax.Array:
         """The buffer [S, B, T, D] with the embedding in its first slot."""

@@ -103,7 +103,7 @@ class _Depth:
         self.passes = Passes(config, self.view)
         self.summed = self.row.stream == "accumulate" and self.row.appends == "output"
         # More layers in a group would read the buffer less often, and its own sources more often.
-        self.group = 2 if config.num_layers % 2 == 0 else 1
+        self.group = 2 if config.num_layers % 2 == 0 and self.passes.fits(4) else 1
 
     def forward(
         self, sublayers: Params, readers: Readers, embedding_BTD: jax.Array, context: Context

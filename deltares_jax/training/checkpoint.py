@@ -12,7 +12,6 @@
 
 import contextlib
 import pathlib
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -165,7 +164,8 @@ class Checkpointer:
           DamagedError: it cannot be read, or is of another layout.
         """
         with self._reading(step):
-            meta = _read(self.folder / str(step), meta=ocp.args.JsonRestore())["meta"]
+            place = self.folder / str(step) / "meta"
+            meta = ocp.JsonCheckpointHandler().restore(place, args=ocp.args.JsonRestore())
             version = meta["version"]
         if version != META_VERSION:
             raise DamagedError(
@@ -181,13 +181,16 @@ class Checkpointer:
                 ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "state").tree
             )
 
-    def restore(self, step: int, wanted: Any) -> Any:
+    def restore(
+        self, step: int, wanted: Any, all_can: Callable[[bool], bool] = lambda well: well
+    ) -> Any:
         """The state of a step, or parts of it, in the given shapes, dtypes and shardings.
 
         Args:
           step: one of `steps()`.
           wanted: a tree of `jax.ShapeDtypeStruct` with the state's field names at its top; fields
             that it leaves out are not read.
+          all_can: tells the other processes whether this one could read it; whether all could.
 
         Raises:
           ValueError: the step holds other arrays.
@@ -204,14 +207,24 @@ class Checkpointer:
                 f"{self.folder / str(step)} holds other arrays than this run's (saved → asked): "
                 f"{'; '.join(pairs[:_SHOWN])}{more}"
             )
-        sums = self.read_meta(step).get("sums", {})
         args = ocp.args.PyTreeRestore(
             item=wanted,
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
             partial_restore=True,
         )
-        with self._reading(step):
-            state = _read(self.folder / str(step), state=args)["state"]
+        damage = None
+        try:
+            sums = self.read_meta(step).get("sums", {})
+            with self._reading(step):
+                # The handler itself: a checkpointer would wait for the others, which may fail.
+                place = self.folder / str(step) / "state"
+                state = ocp.PyTreeCheckpointHandler().restore(place, args=args)
+        except DamagedError as error:
+            damage = error
+        if not all_can(damage is None):
+            raise damage or DamagedError(
+                f"{self.folder / str(step)} is damaged: another process cannot read its part"
+            )
         found = named_arrays.sums(state)
         wrong = sorted(name for name in found if sums.get(name, found[name]) != found[name])
         if wrong:
@@ -244,52 +257,6 @@ class Checkpointer:
 
 def _is_leftover(name: str) -> bool:
     return name.endswith(_REMOVED) or ".orbax-checkpoint-tmp" in name
-
-
-def _read(folder: pathlib.Path, **items: Any) -> Any:
-    reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
-    return reader.restore(folder, args=ocp.args.Composite(**items))
-
-
-def newest(workdir: pathlib.Path) -> tuple[int, dict[str, Any]] | None:
-    """The newest step of a run and what was saved beside its state; None for a new run.
-
-    Raises:
-      DamagedError: it cannot be read.
-    """
-    reader = Checkpointer(workdir)
-    steps = reader.steps()
-    return (steps[-1], reader.read_meta(steps[-1])) if steps else None
-
-
-def split_step(name: str) -> tuple[str, int | None]:
-    """(RUN, step) of `RUN@step`; (RUN, None) without a step."""
-    match = re.fullmatch(r"(.+)@(\d+)", name)
-    return (match[1], int(match[2])) if match else (name, None)
-
-
-def locate(path: str, step: int | None = None) -> tuple[pathlib.Path, int]:
-    """The run and the step that are meant by a run's folder or by `RUN/checkpoints/STEP`.
-
-    Args:
-      path: the folder.
-      step: which checkpoint of the run; the newest when None.
-
-    Raises:
-      ValueError: there is no such run or step.
-    """
-    run = pathlib.Path(path).expanduser().absolute()
-    if run.parent.name == workdir_lib.CHECKPOINTS and run.name.isdigit():
-        if step is not None and step != int(run.name):
-            raise ValueError(f"{path} is step {run.name}, but step {step} was asked for")
-        run, step = run.parents[1], int(run.name)
-    if not (run / workdir_lib.CHECKPOINTS).is_dir():
-        raise ValueError(f"{path} is no run: it has no {workdir_lib.CHECKPOINTS}/")
-    steps = Checkpointer(run).steps()
-    if not steps or (step is not None and step not in steps):
-        asked = "" if step is None else f" of step {step}"
-        raise ValueError(f"{path} has no checkpoint{asked}; it has {steps or 'none'}")
-    return run, steps[-1] if step is None else step
 
 
 def abstract(state: Any, shardings: Any) -> Any:

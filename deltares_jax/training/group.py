@@ -40,6 +40,10 @@ class Group:
         """What process 0 gives; plain values of JSON. Waits for all."""
         return self.peers.gather(value)[0] if self.peers else value
 
+    def all(self, answer: bool) -> bool:
+        """Whether all processes say yes."""
+        return all(self.peers.gather(answer)) if self.peers else answer
+
     def agree(self, values: dict[str, Any], fix: str) -> None:
         """Checks that all processes give the same plain values.
 

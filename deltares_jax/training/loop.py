@@ -10,7 +10,7 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 from deltares_jax.data import dataset
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import report
-from deltares_jax.training import checkpoint, clock, metrics, run, signals, stall, summary
+from deltares_jax.training import checkpoint, clock, compare, metrics, run, signals, stall, summary
 from deltares_jax.training import group as group_lib
 from deltares_jax.training import programs as programs_lib
 from deltares_jax.training import start as start_lib
@@ -96,7 +96,7 @@ def _train(
 
     # 4. State: restored into its shardings, or made in them.
     start, state = start_lib.restore(
-        config, folder, start, data.fingerprint, abstract_state, shardings
+        config, folder, start, data.fingerprint, abstract_state, shardings, group.all
     )
     group.agree({"checkpoint": start.at}, "see that all hosts can read it")
     lines = start_lib.set_aside(start, folder)
@@ -104,6 +104,7 @@ def _train(
     time.add(start.meta["clock"], _lost(start, rows))
     if group.index == 0:
         workdir_lib.write_run_files(folder, config, devices)
+        workdir_lib.carry_kept(start.run, folder)
     group.watch(folder)
     keep = (config.checkpoint.keep, config.checkpoint.keep_period, config.checkpoint.keep_best)
     with (
@@ -124,6 +125,10 @@ def _train(
             f"compiled in {metrics.human_time(programs.compile_seconds)}; "
             f"one step needs {report.human_bytes(programs.peak_bytes)} a device"
         )
+
+        if start.run and not start.step:
+            line = functools.partial(compare.line, config, mesh, programs, state.params, data)
+            metrics.say(request.while_waiting(line))
 
         # 6. Steps.
         watchdog = stall.Watchdog(folder, config.train.stall_factor, group.index)

@@ -163,3 +163,29 @@ def token_scores(
     best_CPBT = jnp.where(top_CPBT == jnp.max(top_CPBT, axis=(0, 1), keepdims=True), id_CPBT, V)
     loss_BT = jax.nn.logsumexp(lse_CPBT, axis=(0, 1)) - jnp.sum(target_CPBT, axis=(0, 1))
     return loss_BT, jnp.min(best_CPBT, axis=(0, 1)) == targets_BT
+
+
+def largest_logit_difference(
+    one_BTD: jax.Array, other_BTD: jax.Array, head_VD: jax.Array
+) -> jax.Array:
+    """The largest difference of two logits of the same token, between two hidden states.
+
+    Args:
+      one_BTD: normed hidden states in the compute dtype.
+      other_BTD: others.
+      head_VD: the output matrix; cast to the compute dtype.
+    """
+    (B, T, _), V = one_BTD.shape, head_VD.shape[0]
+    P = sharding.parts("vocab")
+    C, v = _chunks(B * T // sharding.parts("batch"), -(-V // P))
+    head_CPvD, _ = _split_head(head_VD.astype(one_BTD.dtype), P, C, v)
+    dtype = jnp.promote_types(one_BTD.dtype, jnp.float32)
+    states = [whole_rows(one_BTD), whole_rows(other_BTD)]
+
+    def chunk(head_PvD: jax.Array) -> jax.Array:
+        one_PBTv, other_PBTv = (
+            jnp.einsum("btd,pvd->pbtv", x, head_PvD, preferred_element_type=dtype) for x in states
+        )
+        return jnp.max(jnp.abs(one_PBTv - other_PBTv))
+
+    return jnp.max(lax.map(chunk, head_CPvD))

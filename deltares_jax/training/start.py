@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -92,7 +93,7 @@ def _own(
 
 def _other(config: FrozenConfigDict) -> Start:
     try:
-        run, at = checkpoint.locate(*checkpoint.split_step(config.init_from))
+        run, at = workdir_lib.locate(*workdir_lib.split_step(config.init_from))
         saved = checkpoint.Checkpointer(run).read_meta(at)
     except (ValueError, checkpoint.DamagedError) as error:
         raise ValueError(f"init_from={config.init_from}: {error}") from None
@@ -143,8 +144,18 @@ def restore(
     fingerprint: str,
     abstract_state: Any,
     shardings: Any,
+    all_can: Callable[[bool], bool],
 ) -> tuple[Start, step.TrainState]:
     """The start that can be read, and its state on the devices of the shardings.
+
+    Args:
+      config: the resolved config.
+      folder: of the run.
+      start: from `find`.
+      fingerprint: of the data.
+      abstract_state: shapes and dtypes.
+      shardings: of the state.
+      all_can: see `Checkpointer.restore`.
 
     Raises:
       ValueError: the checkpoint holds other arrays, or none can be read.
@@ -153,7 +164,7 @@ def restore(
     while True:
         check_data(config, start, fingerprint)
         try:
-            state = _state(config, start, wanted, shardings)
+            state = _state(config, start, wanted, shardings, all_can)
         except checkpoint.DamagedError as error:
             if not start.own:
                 raise ValueError(f"init_from={config.init_from}: {error}") from None
@@ -163,25 +174,27 @@ def restore(
 
 
 def _state(
-    config: FrozenConfigDict, start: Start, wanted: step.TrainState, shardings: Any
+    config: FrozenConfigDict,
+    start: Start,
+    wanted: step.TrainState,
+    shardings: Any,
+    all_can: Callable[[bool], bool],
 ) -> step.TrainState:
     if start.run is None:
         return jax.jit(functools.partial(step.init_state, config), out_shardings=shardings)()
     reader = checkpoint.Checkpointer(start.run)
     if not start.step:
-        params = reader.restore(start.at, {"params": wanted.params})["params"]
+        params = reader.restore(start.at, {"params": wanted.params}, all_can)["params"]
         fresh = jax.jit(
             functools.partial(step.fresh, config), out_shardings=shardings, donate_argnums=0
         )
         return fresh(params)
     fields = {"step": wanted.step, "params": wanted.params, "opt_state": wanted.opt_state}
-    norms = functools.partial(step.no_norms, config)
     if config.train.spike_factor and "norms" in reader.arrays(start.at):
         fields["norms"] = wanted.norms
-    else:  # the guard is off, or was
-        fields["norms"] = None
-    read = reader.restore(start.at, {k: v for k, v in fields.items() if v is not None})
-    if "norms" not in read:
+    read = reader.restore(start.at, fields, all_can)
+    if "norms" not in read:  # the guard is off, or was
+        norms = functools.partial(step.no_norms, config)
         read["norms"] = jax.jit(norms, out_shardings=shardings.norms)()
     return step.TrainState(**read)
 

@@ -99,9 +99,11 @@ def train_step(
     median of those before, parameters and moments do, but the step and the schedule move on.
 
     Metrics: `loss` (mean over the valid targets, without the z-loss), `grad_norm` (before
-    clipping), `learning_rate` (the one used), `tokens` (valid targets), `finite`, `spike`.
+    clipping), `learning_rate` (the one used; `routing_learning_rate` where it has its own),
+    `tokens` (valid targets), `finite`, `spike`.
     """
     sums, grads = gradients(config, state.params, batch)
+    grads = optim.without_frozen(config, grads)
     loss = sums.loss / jnp.maximum(sums.weight, 1.0)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -124,6 +126,9 @@ def train_step(
         "finite": finite,
         "spike": spike,
     }
+    if config.optim.routing_learning_rate:
+        scale = optim.routing_scale(config)
+        metrics["routing_learning_rate"] = metrics["learning_rate"] * scale
     return new_state, metrics
 
 

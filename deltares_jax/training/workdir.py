@@ -6,6 +6,8 @@ import json
 import os
 import pathlib
 import platform
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,22 +23,27 @@ CONFIG = "config.json"
 RUN = "run.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+KEPT = "hf"  # of an imported model: its config.json, and what goes with the weights
 
 _PACKAGES = ("deltares-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
-def open_workdir(path: str) -> pathlib.Path:
+def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
     """The absolute folder of a run, created and tried for writing.
+
+    Args:
+      path: of the folder.
+      flag: that gave it, for errors.
 
     Raises:
       ValueError: it is a file, is not writable, or is a checkpoint's folder inside a run.
     """
-    config_checks.local_folder("--workdir", path)
+    config_checks.local_folder(flag, path)
     workdir = pathlib.Path(path).expanduser().absolute()
     for parent in workdir.parents:
         if (parent / CHECKPOINTS).is_dir() or (parent / RUN).is_file():
             raise ValueError(
-                f"--workdir={path} is inside the run {parent}; give the run's folder itself"
+                f"{flag}={path} is inside the run {parent}; give the run's folder itself"
             )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -44,7 +51,7 @@ def open_workdir(path: str) -> pathlib.Path:
         probe.touch()
         probe.unlink(missing_ok=True)  # another host's process may have the same number
     except OSError as error:
-        raise ValueError(f"--workdir={path} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{flag}={path} cannot be written: {error.strerror}") from None
     return workdir
 
 
@@ -82,6 +89,36 @@ def newest_text(workdir: pathlib.Path) -> str:
     return f"step {there[-1]} is the newest checkpoint" if there else "nothing was saved"
 
 
+def split_step(name: str) -> tuple[str, int | None]:
+    """(RUN, step) of `RUN@step`; (RUN, None) without a step."""
+    match = re.fullmatch(r"(.+)@(\d+)", name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+def locate(path: str, step: int | None = None) -> tuple[pathlib.Path, int]:
+    """The run and the step that are meant by a run's folder or by `RUN/checkpoints/STEP`.
+
+    Args:
+      path: the folder.
+      step: which checkpoint of the run; the newest when None.
+
+    Raises:
+      ValueError: there is no such run or step.
+    """
+    run = pathlib.Path(path).expanduser().absolute()
+    if run.parent.name == CHECKPOINTS and run.name.isdigit():
+        if step is not None and step != int(run.name):
+            raise ValueError(f"{path} is step {run.name}, but step {step} was asked for")
+        run, step = run.parents[1], int(run.name)
+    if not (run / CHECKPOINTS).is_dir():
+        raise ValueError(f"{path} is no run: it has no {CHECKPOINTS}/")
+    there = steps(run)
+    if not there or (step is not None and step not in there):
+        asked = "" if step is None else f" of step {step}"
+        raise ValueError(f"{path} has no checkpoint{asked}; it has {there or 'none'}")
+    return run, there[-1] if step is None else step
+
+
 def shown(path: pathlib.Path) -> str:
     """A path as it is printed: relative where it lies below the current folder."""
     here = pathlib.Path.cwd()
@@ -113,6 +150,12 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return {"python": platform.python_version(), **found}
+
+
+def carry_kept(source: pathlib.Path | None, folder: pathlib.Path) -> None:
+    """Copies what goes with an imported model from the run that another one starts from."""
+    if source and source != folder and (source / KEPT).is_dir():
+        shutil.copytree(source / KEPT, folder / KEPT, dirs_exist_ok=True)
 
 
 def write_run_files(

@@ -1,0 +1,28 @@
+"""What the tests of runs share."""
+
+import pathlib
+
+import jax
+
+from deltares_jax import config as config_lib
+from deltares_jax.training import checkpoint, loop, metrics
+
+
+def train(config, folder, devices=1):
+    return loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:devices])
+
+
+def losses(folder):
+    return {step: row["loss"] for step, row in metrics.read_rows(folder)[0].items()}
+
+
+def newest(folder: pathlib.Path):
+    """The newest step of a run and what was saved beside its state; None for a new run."""
+    reader = checkpoint.Checkpointer(folder)
+    steps = reader.steps()
+    return (steps[-1], reader.read_meta(steps[-1])) if steps else None
+
+
+def saved(folder):
+    names = [path.name for path in (folder / "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdigit())
