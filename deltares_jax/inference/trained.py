@@ -80,7 +80,7 @@ def find(path: str, step: str) -> tuple[pathlib.Path, int]:
     if step not in ("", "last", "best") and not step.isdigit():
         raise ValueError(f"--step={step!r} must be a number, last or best")
     try:
-        folder, newest = checkpoint.locate(path, int(step) if step.isdigit() else None)
+        folder, newest = workdir_lib.locate(path, int(step) if step.isdigit() else None)
     except ValueError as error:
         raise ValueError(f"--workdir={path}: {error}") from None
     steps = checkpoint.Checkpointer(folder).steps()
