@@ -23,7 +23,11 @@ _TOKENS = flags.DEFINE_integer(
     "tokens", None, "Of each set; 0: all; by default as many as the run takes.", lower_bound=0
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Rows at a time; that of the run by default.", lower_bound=1
+    "batch_size",
+    None,
+    "Rows at a time; that of the run by default.",
+    lower_bound=1,
+    upper_bound=2**16,
 )
 _MESH = flags.DEFINE_string(
     "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
@@ -93,7 +97,7 @@ def main() -> int:
         saved = trained.saved_config(folder, step)
         if _DATA.value:
             saved = trained.changed(saved, {"eval.sets": _DATA.value})
-        workdir.open_workdir(str(folder))
+        path = workdir.results_path(folder, "evaluation", step)
         model = trained.load(folder, step, saved, _MESH.value)
         printing.say(model.describe())
         try:
@@ -123,10 +127,7 @@ def main() -> int:
             printing.put(*(_position_lines(result) if _POSITION.value else []))
             printing.put(*(_document_lines(result) if _DOCUMENT.value else []))
         if processes.index == 0:
-            path = folder / "evaluation" / f"step_{step}.json"
-            path.parent.mkdir(exist_ok=True)
-            workdir.write_json(path, {"step": step, "sets": rows})
-            printing.say(f"written: {workdir.shown(path)}")
+            workdir.write_results(path, {"step": step, "sets": rows})
     return 0
 
 

@@ -77,10 +77,10 @@ def find(path: str, step: str) -> tuple[pathlib.Path, int]:
     """
     if not path:
         raise ValueError("--workdir is missing; for example --workdir=runs/debug")
-    if step not in ("", "last", "best") and not step.isdigit():
+    if step not in ("", "last", "best") and not step.isdecimal():
         raise ValueError(f"--step={step!r} must be a number, last or best")
     try:
-        folder, newest = workdir_lib.locate(path, int(step) if step.isdigit() else None)
+        folder, newest = workdir_lib.locate(path, int(step) if step.isdecimal() else None)
     except ValueError as error:
         raise ValueError(f"--workdir={path}: {error}") from None
     steps = checkpoint.Checkpointer(folder).steps()
