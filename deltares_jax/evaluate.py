@@ -98,8 +98,6 @@ def main() -> int:
         if _DATA.value:
             saved = trained.changed(saved, {"eval.sets": _DATA.value})
         path = workdir.results_path(folder, "evaluation", step)
-        model = trained.load(folder, step, saved, _MESH.value)
-        printing.say(model.describe())
         try:
             sets = processes.one_by_one(lambda: dataset.open_eval_sets(saved))
         except ValueError as error:
@@ -107,6 +105,8 @@ def main() -> int:
             raise ValueError(
                 f"--data: {why.removeprefix('eval.sets: ')}" if _DATA.value else why
             ) from None
+        model = trained.load(folder, step, saved, _MESH.value)
+        printing.say(model.describe())
         asked = _BATCH_SIZE.value or saved.eval.batch_size
         batch_size = model.batch_size(asked)
         if batch_size != asked:

@@ -137,6 +137,7 @@ def test_runs_are_found_by_every_way_to_write_a_path(run, monkeypatch):
         (["--workdir={run}", "--step=newest"], "--step='newest' must be a number, last or best"),
         (["--workdir={run}", "--mesh=fdsp=2"], "--mesh='fdsp=2': 'fdsp=2' must have the form"),
         (["--workdir={run}", "--mesh=data=3"], "mesh.data=3"),
+        (["--workdir={run}", "--mesh=data=-1,fsdp=-1"], "one axis at most may be -1"),
         (["--workdir={run}", "--data=web"], "--data='web': 'web' must have the form NAME="),
         (["--workdir={run}", "--data=web=nowhere"], "--data: 'nowhere', but data.dir="),
         (["--workdir={run}", "--tokens=-1"], "--tokens=-1 must be a non-negative integer"),
