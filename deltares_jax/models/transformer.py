@@ -29,6 +29,19 @@ class Output(NamedTuple):
     routing: Any
 
 
+def embed(config: FrozenConfigDict, embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """What enters the first layer, [B, T, D] in the compute dtype."""
+    # A device looks its columns up for the rows of all devices that hold other columns; what
+    # is exchanged then is h, not the table. The cast comes after the lookup, so that gradients
+    # of equal tokens add up in float32.
+    ids_BT = nn.with_logical_constraint(tokens_BT, ("rows", None))
+    table_VD = nn.with_logical_constraint(embedding_VD, ("tokens", "columns"))
+    h_BTD = jnp.take(table_VD, ids_BT, axis=0).astype(config.dtype)
+    h_BTD = nn.with_logical_constraint(h_BTD, ("rows", None, "columns"))
+    h_BTD = nn.with_logical_constraint(h_BTD, ("rows", "length", "width"))
+    return nn.with_logical_constraint(h_BTD, ("batch", "length", "embed"))
+
+
 class Transformer(nn.Module):
     """A Qwen3-style decoder with a residual variant; see `variants.VARIANTS`."""
 
@@ -55,15 +68,7 @@ class Transformer(nn.Module):
         embedding_VD = self.param("embedding", INIT, (cfg.vocab_size, cfg.width), dtype)
         if not cfg.tied:
             self.param("head", INIT, (cfg.vocab_size, cfg.width), dtype)
-        # A device looks its columns up for the rows of all devices that hold other columns; what
-        # is exchanged then is h, not the table. The cast comes after the lookup, so that gradients
-        # of equal tokens add up in float32.
-        ids_BT = nn.with_logical_constraint(tokens_BT, ("rows", None))
-        table_VD = nn.with_logical_constraint(embedding_VD, ("tokens", "columns"))
-        h_BTD = jnp.take(table_VD, ids_BT, axis=0).astype(cfg.dtype)
-        h_BTD = nn.with_logical_constraint(h_BTD, ("rows", None, "columns"))
-        h_BTD = nn.with_logical_constraint(h_BTD, ("rows", "length", "width"))
-        h_BTD = nn.with_logical_constraint(h_BTD, ("batch", "length", "embed"))
+        h_BTD = embed(cfg, embedding_VD, tokens_BT)
         rotary = attention.rotary_tables(positions_BT, cfg.head_dim, cfg.rope_theta, dtype)
         context = Context(rotary, segments_BT)
         state = residual.start(cfg, h_BTD)
