@@ -1,0 +1,305 @@
+"""Figures of where readers route, from the numbers of `inference.measured`."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from deltares_jax.models.readings import BINS, label
+
+matplotlib.use("agg")  # no display is needed
+
+Run = dict[str, Any]  # a run's numbers, with `title` and `variant`
+_CELL = 0.17  # inches of a labelled row or column
+_SMALL = 7  # points, of the labels of readers, sources and tokens
+_NOT_THERE = "0.9"  # grey of what a reader does not have
+_KEPT = {
+    "output": "output of a sublayer",
+    "stream": "stream after a sublayer",
+    "delta": "change of the stream over a block",
+    "sum": "sum of a block's outputs",
+    "change": "what a block appends",
+}
+
+
+class Plot(NamedTuple):
+    """A figure: `name` of its file, `title` and `caption` of its section."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+
+def all_plots(runs: list[Run]) -> Iterator[Plot]:
+    """Every figure that the numbers allow; those of one run after those on common axes."""
+    routed = [run for run in runs if any(reader["sources"] for reader in run["readers"])]
+    if routed:
+        yield _max_weight(routed)
+        if any(run["histogram"] for run in routed):
+            yield _histogram([run for run in routed if run["histogram"]])
+        if any(run["cosines"] for run in routed):
+            yield _cosines([run for run in routed if run["cosines"]])
+    yield _norms(runs)
+    if routed:
+        yield _by_depth(routed)
+    for number, run in enumerate(runs):
+        suffix = f"_{number}" if len(runs) > 1 else ""
+        if run in routed:
+            yield _heat_map(run, suffix)
+        if run.get("text"):
+            yield _text(run, suffix)
+        if run.get("knockout"):
+            yield from _knockouts(run, suffix)
+
+
+def _named_rows(axes: Any, names: list[str], name: str = "") -> None:
+    axes.set_yticks(range(len(names)), names, fontsize=_SMALL)
+    axes.set_ylabel(name)
+
+
+def _named_columns(axes: Any, names: list[str], name: str = "") -> None:
+    axes.set_xticks(range(len(names)), names, fontsize=_SMALL, rotation=90)
+    axes.set_xlabel(name)
+
+
+def _kind_of_source(run: Run) -> str:
+    names = [source for reader in run["readers"] for source in reader["sources"]]
+    kinds = {"output" if (end := n.split(".")[-1]) == "out" else end for n in names if "." in n}
+    return f"source ({_KEPT[kinds.pop()]})" if kinds else "source"
+
+
+def _weights(axes: Any, matrix: np.ndarray) -> Any:
+    cells = np.ma.masked_invalid(matrix)
+    axes.set_facecolor(_NOT_THERE)
+    image = axes.imshow(cells, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="none")
+    if matrix.shape[1] <= 8 and matrix.size <= 120:
+        for (row, column), value in np.ndenumerate(matrix):
+            if np.isfinite(value):
+                colour = "black" if value > 0.6 else "white"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour,
+                          fontsize=6)  # fmt: skip
+    return image
+
+
+def _heat_map(run: Run, suffix: str) -> Plot:
+    readers = [reader for reader in run["readers"] if reader["sources"]]
+    columns = [name for name in run["order"] if any(name in r["sources"] for r in readers)]
+    matrix = np.full((len(readers), len(columns)), np.nan)
+    for row, reader in enumerate(readers):
+        for name, weight in zip(reader["sources"], reader["weights"], strict=True):
+            matrix[row, columns.index(name)] = weight
+    wide = 0.42 if len(columns) <= 8 else _CELL
+    size = (max(4.5, 2.6 + wide * len(columns)), max(3.2, 1.9 + _CELL * len(readers)))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    image = _weights(axes, matrix)
+    _named_rows(axes, [reader["label"] for reader in readers], "reader")
+    _named_columns(axes, [label(name) for name in columns], _kind_of_source(run))
+    axes.set_title(run["title"], fontsize=9)
+    shrink = min(1.0, 3.0 / size[1])
+    figure.colorbar(image, ax=axes, label="mean weight", shrink=shrink, anchor=(0, 1))
+    caption = (
+        "Each row is a reader; its weights sum to 1. Grey: the reader has no such source. Layers "
+        "and blocks are counted from 0."
+    )
+    return Plot(f"weights{suffix}", f"Mean weights: {run['title']}", caption, figure)
+
+
+def _points(run: Run, key: str) -> tuple[list[float], list[float]]:
+    known = [r for r in run["readers"] if r[key] is not None]
+    return [r["depth"] for r in known], [r[key] for r in known]
+
+
+def _line(axes: Any, run: Run, colour: str, key: str) -> None:
+    """A number by depth; hollow where a reader has a single source."""
+    depths, values = _points(run, key)
+    axes.plot(depths, values, "-", color=colour, lw=1.2, label=run["title"])
+    known = [r for r in run["readers"] if r[key] is not None]
+    for kind, marker in (("attn", "o"), ("mlp", "s"), ("final", "D")):
+        for alone, face in ((False, colour), (True, "white")):
+            some = [
+                r for r in known
+                if r["name"].endswith(kind) and (len(r["sources"]) == 1) == alone
+            ]  # fmt: skip
+            axes.plot([r["depth"] for r in some], [r[key] for r in some], marker, color=colour,
+                      mfc=face, ms=3.5, lw=0)  # fmt: skip
+
+
+def _finish_depth(axes: Any, ylabel: str) -> None:
+    axes.set(xlabel="layer (attention at l, MLP at l + ½)", ylabel=ylabel)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+
+
+def _legend(figure: Figure, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", frameon=False, fontsize=8)
+
+
+def _coloured(runs: list[Run]) -> Iterator[tuple[Run, str]]:
+    for number, run in enumerate(runs):
+        yield run, f"C{number % 10}"
+
+
+_MARKS = "Circles: attention, squares: MLP, diamonds: the last read. Hollow: a reader of one source"
+
+
+def _max_weight(runs: list[Run]) -> Plot:
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for run, colour in _coloured(runs):
+        _line(axes, run, colour, "max_weight")
+        known = [r for r in run["readers"] if r["sources"]]
+        equal = [1 / len(r["sources"]) for r in known]
+        axes.plot([r["depth"] for r in known], equal, ":", color=colour, lw=1)
+    axes.set_ylim(0, 1.03)
+    _finish_depth(axes, "largest weight of a token, mean")
+    _legend(figure, axes)
+    caption = (
+        f"{_MARKS}, whose weight is always 1. Dotted: 1/S, the value of equal weights on S "
+        "sources; a reader near it does not choose."
+    )
+    return Plot("max_weight", "Largest weight by depth", caption, figure)
+
+
+def _histogram(runs: list[Run]) -> Plot:
+    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    edges = np.linspace(0, 1, BINS + 1)
+    for run, colour in _coloured(runs):
+        counts = np.asarray(run["histogram"])
+        axes.stairs(100 * counts / counts.sum(), edges, color=colour, lw=1.3, label=run["title"])
+    axes.set(xlabel="largest weight", ylabel=f"% of tokens, in bins of {1 / BINS:g}", xlim=(0, 1))
+    axes.grid(alpha=0.3)
+    _legend(figure, axes)
+    caption = "Over all tokens and all readers with at least two sources."
+    return Plot("histogram", "Histogram of the largest weights", caption, figure)
+
+
+def _cosines(runs: list[Run]) -> Plot:
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for run, colour in _coloured(runs):
+        x, mean, low, high = (
+            [row[key] for row in run["cosines"]]
+            for key in ("distance", "mean", "lowest", "highest")
+        )
+        axes.plot(x, mean, "o-", color=colour, ms=3.5, lw=1.2, label=run["title"])
+        axes.vlines(x, low, high, color=colour, lw=4, alpha=0.2)
+    axes.axhline(0, color="0.5", lw=0.8)
+    axes.set(xlabel="distance in layers", ylabel="cosine similarity of two sources")
+    axes.grid(alpha=0.3)
+    _legend(figure, axes)
+    caption = (
+        "Sources that some reader reads, the embedding at depth 0; mean over tokens, then over the "
+        "pairs of a distance. Bars: from the lowest to the highest pair."
+    )
+    return Plot("cosine", "Cosine similarity of sources by distance", caption, figure)
+
+
+def _norms(runs: list[Run]) -> Plot:
+    figure = Figure(figsize=(max(6.5, 1 + 3.6 * len(runs)), 4), layout="constrained")
+    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    for axes, run in zip(panels, runs, strict=True):
+        for key, name, style in (("stream_norm", "stream", "-"), ("routed_norm", "routed", "--")):
+            depths, values = _points(run, key)
+            if depths:
+                axes.plot(depths, values, style, color="C0" if style == "-" else "C2", label=name)
+        if run["sources"]:
+            depths = [source["depth"] for source in run["sources"]]
+            norms = [source["norm"] for source in run["sources"]]
+            kind = _kind_of_source(run)
+            axes.plot(depths, norms, "o", color="C1", ms=4, mfc="none", label=kind)
+        axes.set_yscale("log")
+        _finish_depth(axes, "")
+        axes.set_title(run["title"], fontsize=8)
+        axes.legend(frameon=False, fontsize=7)
+    panels[0].set_ylabel("Euclidean norm over the width, mean")
+    caption = (
+        "Stream: beside each reader (the running sum of a block with attnres_block; attnres_full "
+        "keeps none). Routed: what the reader adds to the stream, or the mix where the sublayer "
+        "reads that alone. Sources: where they are made, the embedding at 0. Logarithmic."
+    )
+    return Plot("norms", "Norms of stream, routed term and sources by depth", caption, figure)
+
+
+def _by_depth(runs: list[Run]) -> Plot:
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    panels = figure.subplots(2, 2).flat
+    shown = (
+        ("entropy", "entropy / that of equal weights"),
+        ("effective_sources", "effective number of sources"),
+        ("embedding_weight", "weight on the embedding"),
+        ("routed_ratio", "norm of routed term / stream"),
+    )
+    for axes, (key, name) in zip(panels, shown, strict=True):
+        for run, colour in _coloured(runs):
+            _line(axes, run, colour, key)
+        _finish_depth(axes, name)
+        if not any(_points(run, key)[0] for run in runs):
+            axes.text(0.5, 0.5, "not defined", ha="center", va="center", transform=axes.transAxes)
+        axes.set_ylim(bottom=0)
+    _legend(figure, figure.axes[0])
+    caption = (
+        f"{_MARKS}. Means over tokens. Entropy is not defined for one source, the ratio not where "
+        "no stream is kept; what is not defined is left out."
+    )
+    return Plot("by_depth", "Other numbers by depth", caption, figure)
+
+
+def _text(run: Run, suffix: str) -> Plot:
+    tokens, parts = run["text"]["tokens"], run["text"]["readers"]
+    columns = [len(part["sources"]) for part in parts]
+    widths = [max(1.1, _CELL * count) for count in columns]
+    size = (1.8 + sum(widths) + 0.4 * len(parts), max(3.2, 2.0 + _CELL * len(tokens)))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(parts), sharey=True, squeeze=False, width_ratios=widths)[0]
+    for axes, part in zip(panels, parts, strict=True):
+        image = _weights(axes, np.asarray(part["weights"]).T)
+        _named_columns(axes, [label(name) for name in part["sources"]])
+        axes.set_title(part["label"], fontsize=8)
+    _named_rows(panels[0], tokens, "token read")
+    figure.colorbar(image, ax=panels, label="weight", shrink=min(1.0, 3.0 / size[1]), anchor=(0, 1))
+    figure.suptitle(run["title"], fontsize=9)
+    caption = "Weights of some readers at each token of the text that was given."
+    return Plot(f"text{suffix}", f"Routing of a text: {run['title']}", caption, figure)
+
+
+def _bars(name: str, title: str, caption: str, rows: list[dict[str, Any]], beside: str) -> Plot:
+    size = (7.5, max(2.6, 1.3 + _CELL * len(rows)))
+    figure = Figure(figsize=size, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = range(len(rows))
+    left.barh(places, [row["beside"] or 0.0 for row in rows], color="C0")
+    right.barh(places, [row["difference"] for row in rows], color="C3")
+    right.axvline(0, color="0.3", lw=0.8)
+    left.set_xlabel(beside)
+    right.set_xlabel("held-out loss without it − with it, nats")
+    _named_rows(left, [row["label"] for row in rows])
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    for axes in (left, right):
+        axes.grid(alpha=0.3, axis="x")
+    return Plot(name, title, caption, figure)
+
+
+def _knockouts(run: Run, suffix: str) -> Iterator[Plot]:
+    title = run["title"]
+    yield _bars(
+        f"knockout_sources{suffix}",
+        f"Without one source: {title}",
+        "The source is taken from all readers, whose other weights are renormalised. Left: its "
+        "mean weight over the readers that have it.",
+        run["knockout"]["sources"],
+        "mean weight",
+    )
+    yield _bars(
+        f"knockout_readers{suffix}",
+        f"Without one reader: {title}",
+        "The sublayer reads the plain stream, as in the baseline. Left: norm of the reader's "
+        "routed term over that of the stream, or nothing where no stream is kept.",
+        run["knockout"]["readers"],
+        "routed term / stream",
+    )
