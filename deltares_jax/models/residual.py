@@ -295,7 +295,6 @@ class FinalReader(nn.Module):
         if not _row(self.config).final_read:
             return state.stream_BTD, None
         groups, _ = _groups(state.sources, _num_slots(self.config))
-        routing = _Routing(self.config, False, False, name="routing")
-        mix_BTD, weights_SBT = routing(groups, None)
+        mix_BTD, weights_SBT = _Routing(self.config, False, False, name="routing")(groups, None)
         seen = captured.observe(weights_SBT, None, mix_BTD) if self.capture else None
         return mix_BTD.astype(self.config.dtype), seen
