@@ -13,6 +13,7 @@ matplotlib.use("agg")  # no display is needed
 
 Run = dict[str, Any]  # a run's numbers, with `title` and `variant`
 _CELL = 0.17  # inches of a labelled row or column
+_FEW = 10  # columns, so that weights are also written
 _SMALL = 7  # points, of the labels of readers, sources and tokens
 _NOT_THERE = "0.9"  # grey of what a reader does not have
 _KEPT = {
@@ -71,11 +72,11 @@ def _kind_of_source(run: Run) -> str:
     return f"source ({_KEPT[kinds.pop()]})" if kinds else "source"
 
 
-def _weights(axes: Any, matrix: np.ndarray) -> Any:
+def _weights(axes: Any, matrix: np.ndarray, annotated: bool) -> Any:
     cells = np.ma.masked_invalid(matrix)
     axes.set_facecolor(_NOT_THERE)
     image = axes.imshow(cells, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="none")
-    if matrix.shape[1] <= 8 and matrix.size <= 120:
+    if annotated:
         for (row, column), value in np.ndenumerate(matrix):
             if np.isfinite(value):
                 colour = "black" if value > 0.6 else "white"
@@ -91,14 +92,14 @@ def _heat_map(run: Run, suffix: str) -> Plot:
     for row, reader in enumerate(readers):
         for name, weight in zip(reader["sources"], reader["weights"], strict=True):
             matrix[row, columns.index(name)] = weight
-    wide = 0.42 if len(columns) <= 8 else _CELL
-    size = (max(4.5, 2.6 + wide * len(columns)), max(3.2, 1.9 + _CELL * len(readers)))
+    wide = 0.42 if len(columns) <= _FEW else _CELL
+    size = (max(5.2, 2.6 + wide * len(columns)), max(3.2, 1.9 + _CELL * len(readers)))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
-    image = _weights(axes, matrix)
+    image = _weights(axes, matrix, len(columns) <= _FEW)
     _named_rows(axes, [reader["label"] for reader in readers], "reader")
     _named_columns(axes, [label(name) for name in columns], _kind_of_source(run))
-    axes.set_title(run["title"], fontsize=9)
+    axes.set_title(run["title"], fontsize=8)
     shrink = min(1.0, 3.0 / size[1])
     figure.colorbar(image, ax=axes, label="mean weight", shrink=shrink, anchor=(0, 1))
     caption = (
@@ -128,7 +129,9 @@ def _line(axes: Any, run: Run, colour: str, key: str) -> None:
                       mfc=face, ms=3.5, lw=0)  # fmt: skip
 
 
-def _finish_depth(axes: Any, ylabel: str) -> None:
+def _finish_depth(axes: Any, ylabel: str, runs: list[Run]) -> None:
+    deepest = max(reader["depth"] for run in runs for reader in run["readers"])
+    axes.set_xlim(-0.5, deepest + 0.5)
     axes.set(xlabel="layer (attention at l, MLP at l + ½)", ylabel=ylabel)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
@@ -156,7 +159,7 @@ def _max_weight(runs: list[Run]) -> Plot:
         equal = [1 / len(r["sources"]) for r in known]
         axes.plot([r["depth"] for r in known], equal, ":", color=colour, lw=1)
     axes.set_ylim(0, 1.03)
-    _finish_depth(axes, "largest weight of a token, mean")
+    _finish_depth(axes, "largest weight of a token, mean", runs)
     _legend(figure, axes)
     caption = (
         f"{_MARKS}, whose weight is always 1. Dotted: 1/S, the value of equal weights on S "
@@ -190,6 +193,7 @@ def _cosines(runs: list[Run]) -> Plot:
         axes.plot(x, mean, "o-", color=colour, ms=3.5, lw=1.2, label=run["title"])
         axes.vlines(x, low, high, color=colour, lw=4, alpha=0.2)
     axes.axhline(0, color="0.5", lw=0.8)
+    axes.set_xlim(left=0)
     axes.set(xlabel="distance in layers", ylabel="cosine similarity of two sources")
     axes.grid(alpha=0.3)
     _legend(figure, axes)
@@ -201,22 +205,29 @@ def _cosines(runs: list[Run]) -> Plot:
 
 
 def _norms(runs: list[Run]) -> Plot:
-    figure = Figure(figsize=(max(6.5, 1 + 3.6 * len(runs)), 4), layout="constrained")
+    figure = Figure(figsize=(max(6.5, 1 + 3.6 * len(runs)), 4.4), layout="constrained")
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    named: dict[str, Any] = {}
     for axes, run in zip(panels, runs, strict=True):
-        for key, name, style in (("stream_norm", "stream", "-"), ("routed_norm", "routed", "--")):
-            depths, values = _points(run, key)
+        kind = f"\n{_kind_of_source(run)}" if run["sources"] else ""
+        lines = {
+            "stream": (*_points(run, "stream_norm"), "C0-"),
+            "routed": (*_points(run, "routed_norm"), "C2--"),
+            "sources": (
+                [source["depth"] for source in run["sources"]],
+                [source["norm"] for source in run["sources"]],
+                "C1o",
+            ),
+        }
+        for name, (depths, values, style) in lines.items():
             if depths:
-                axes.plot(depths, values, style, color="C0" if style == "-" else "C2", label=name)
-        if run["sources"]:
-            depths = [source["depth"] for source in run["sources"]]
-            norms = [source["norm"] for source in run["sources"]]
-            kind = _kind_of_source(run)
-            axes.plot(depths, norms, "o", color="C1", ms=4, mfc="none", label=kind)
+                named[name] = axes.plot(depths, values, style, ms=4, mfc="none")[0]
         axes.set_yscale("log")
-        _finish_depth(axes, "")
-        axes.set_title(run["title"], fontsize=8)
-        axes.legend(frameon=False, fontsize=7)
+        _finish_depth(axes, "", [run])
+        axes.set_title(f"{run['title']}{kind}", fontsize=7)
+    figure.legend(
+        named.values(), named.keys(), loc="outside upper left", frameon=False, fontsize=8, ncols=3
+    )
     panels[0].set_ylabel("Euclidean norm over the width, mean")
     caption = (
         "Stream: beside each reader (the running sum of a block with attnres_block; attnres_full "
@@ -238,7 +249,7 @@ def _by_depth(runs: list[Run]) -> Plot:
     for axes, (key, name) in zip(panels, shown, strict=True):
         for run, colour in _coloured(runs):
             _line(axes, run, colour, key)
-        _finish_depth(axes, name)
+        _finish_depth(axes, name, runs)
         if not any(_points(run, key)[0] for run in runs):
             axes.text(0.5, 0.5, "not defined", ha="center", va="center", transform=axes.transAxes)
         axes.set_ylim(bottom=0)
@@ -253,12 +264,12 @@ def _by_depth(runs: list[Run]) -> Plot:
 def _text(run: Run, suffix: str) -> Plot:
     tokens, parts = run["text"]["tokens"], run["text"]["readers"]
     columns = [len(part["sources"]) for part in parts]
-    widths = [max(1.1, _CELL * count) for count in columns]
+    widths = [max(1.1, (0.42 if max(columns) <= _FEW else _CELL) * count) for count in columns]
     size = (1.8 + sum(widths) + 0.4 * len(parts), max(3.2, 2.0 + _CELL * len(tokens)))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, len(parts), sharey=True, squeeze=False, width_ratios=widths)[0]
     for axes, part in zip(panels, parts, strict=True):
-        image = _weights(axes, np.asarray(part["weights"]).T)
+        image = _weights(axes, np.asarray(part["weights"]).T, max(columns) <= _FEW)
         _named_columns(axes, [label(name) for name in part["sources"]])
         axes.set_title(part["label"], fontsize=8)
     _named_rows(panels[0], tokens, "token read")
@@ -269,8 +280,9 @@ def _text(run: Run, suffix: str) -> Plot:
 
 
 def _bars(name: str, title: str, caption: str, rows: list[dict[str, Any]], beside: str) -> Plot:
-    size = (7.5, max(2.6, 1.3 + _CELL * len(rows)))
+    size = (7.5, max(2.8, 1.5 + _CELL * len(rows)))
     figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=9)
     left, right = figure.subplots(1, 2, sharey=True)
     places = range(len(rows))
     left.barh(places, [row["beside"] or 0.0 for row in rows], color="C0")

@@ -43,8 +43,8 @@ def measure(config: FrozenConfigDict, params: Any, batch: step.Batch) -> reading
 def row(config: FrozenConfigDict, sums: readings.Sums) -> dict[str, float | None]:
     """What is logged, as `routing_max_weight/layer_03_attention` and `source_norm/block_1`.
 
-    `routing_max_weight/mean` and the like are those of all readers with at least two sources. None for what is not finite; what is
-    not defined is left out.
+    `routing_max_weight/mean` and the like are those of all readers with at least two sources. None
+    for what is not finite; what is not defined is left out.
     """
     table = readings.table(config.model, sums)
     values: dict[str, float] = {}
