@@ -101,7 +101,8 @@ def test_masks_take_a_source_from_all_and_a_reader_its_sources():
     assert [mask.sum() for mask in found.values()] == [12, 12, 2]  # of 4 × 4, 4 × 4 and 3
     assert [m.all() for m in knockout.without_source(model, "stream").values()] == [0, 0, 1]
     found = knockout.without_reader(model, "layers.2.attn")
-    assert found["mlp"].all() and found["final"].all()
+    assert found["mlp"].all()
+    assert found["final"].all()
     assert found["attn"].all(axis=1).tolist() == [True, True, False, True]
     assert not knockout.without_reader(model, "final")["final"].any()
 
