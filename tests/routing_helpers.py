@@ -36,7 +36,7 @@ def known_params(model, logits):
 
 def write_params(config, folder, params, step=1):
     """A run's folder with a checkpoint of these parameters."""
-    with checkpoint.Checkpointer(folder) as writer:
+    with checkpoint.Checkpointer(folder, keep=1) as writer:
         writer.save(step, {"params": params}, {"config": config.to_dict()})
     return folder
 

@@ -28,9 +28,9 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or ""
 
 
 def write_run(config, folder, known=False):
-    logits = logits_by_reader(config.model)
-    params = known_params(config.model, logits)
-    if not known:
+    if known:
+        params = known_params(config.model, logits_by_reader(config.model))
+    else:
         params = randomise(init(config.model, jax.random.key(0)), scale=0.1)
     return write_params(config, folder, params)
 

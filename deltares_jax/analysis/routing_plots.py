@@ -252,7 +252,7 @@ def _by_depth(runs: list[Run]) -> Plot:
         _finish_depth(axes, name, runs)
         if not any(_points(run, key)[0] for run in runs):
             axes.text(0.5, 0.5, "not defined", ha="center", va="center", transform=axes.transAxes)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.03 if key in ("entropy", "embedding_weight") else None)
     _legend(figure, figure.axes[0])
     caption = (
         f"{_MARKS}. Means over tokens. Entropy is not defined for one source, the ratio not where "

@@ -19,7 +19,7 @@ def _shown(character: str) -> str:
     if character in _MARKS:
         return _MARKS[character]
     if character == "$":  # two of them would be a formula
-        return r"\\$"
+        return r"\$"
     there = character.isprintable() and ord(character) in _glyphs()
     return character if there else f"U+{ord(character):04X}"
 

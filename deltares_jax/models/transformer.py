@@ -72,13 +72,14 @@ class Transformer(nn.Module):
         rotary = attention.rotary_tables(positions_BT, cfg.head_dim, cfg.rope_theta, dtype)
         context = Context(rotary, segments_BT)
         state = residual.start(cfg, h_BTD)
-        params = self.param("layers", depth.init_layers, cfg, state, 0, None, 0, None, context)
         routing = None
         if self.is_initializing():  # initial values need no depth
+            self.param("layers", depth.init_layers, cfg, state, 0, None, 0, None, context)
             h_BTD = residual.FinalReader(cfg, name="final_reader")(state)[0]
         else:
-            last = self.variables["params"].get("final_reader", {})
-            h_BTD, routing = depth.run(cfg, params, last, h_BTD, context, capture)
+            params = self.variables["params"]
+            last = params.get("final_reader", {})
+            h_BTD, routing = depth.run(cfg, params["layers"], last, h_BTD, context, capture)
         return Output(RMSNorm(cfg.norm_eps, name="final_norm")(h_BTD), routing)
 
 
