@@ -30,7 +30,11 @@ _TOKENS = flags.DEFINE_integer(
     lower_bound=0,
 )  # fmt: skip
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Rows at a time; that of the run by default.", lower_bound=1
+    "batch_size",
+    None,
+    "Rows at a time; that of the run by default.",
+    lower_bound=1,
+    upper_bound=2**16,
 )
 _MESH = flags.DEFINE_string(
     "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
@@ -77,7 +81,13 @@ def _write(partial: pathlib.Path) -> list[str]:
     given = [("--workdir", _WORKDIR.value), *(("--compare", path) for path in _COMPARE.value)]
     runs = routes.find(given, _STEP.value, _DATA.value)
     asked = routes.Asked(
-        _TOKENS.value, _BATCH_SIZE.value, _MESH.value, _TEXT.value, _READERS.value, _KNOCKOUT.value
+        _TOKENS.value,
+        _BATCH_SIZE.value,
+        _MESH.value,
+        _TEXT.value,
+        _READERS.value,
+        _KNOCKOUT.value,
+        _DATA.value,
     )
     text, numbers, notes = routes.follow(runs, asked)
     report.write(partial, text, numbers, notes)
