@@ -11,6 +11,7 @@ import subprocess
 import jax
 import numpy as np
 import pytest
+from inference_helpers import bare_command
 from routing_helpers import known_params, logits_by_reader, small, write_params
 from test_model import init, randomise
 
@@ -24,6 +25,7 @@ from deltares_jax.models import readings
 
 FIGURES = ["max_weight", "histogram", "cosine", "norms", "by_depth"]
 TEXT = "a\n$é"
+READERS = ["layers.1.mlp", "layers.0.mlp", "layers.1.attn"]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or ""
 
 
@@ -47,13 +49,11 @@ def folder(corpora, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(folder):
-    """A report on both, by the command as a user runs it: no display, no network, no home."""
-    from conftest import run_command
-
+    """A report on both, by the command as on a bare machine."""
     flags = [f"--workdir={folder / 'known'}", f"--compare={folder / 'cumulative'}", "--knockout"]
-    nowhere = {"DISPLAY": "", "HOME": "/nonexistent", "https_proxy": "http://127.0.0.1:9"}
+    flags += [f"--text={TEXT}", f"--readers={','.join(READERS)}", f"--out={folder / 'out'}"]
     out = folder / "out"
-    ended = run_command("routing", *flags, f"--text={TEXT}", f"--out={out}", env=nowhere)
+    ended = bare_command(folder, "routing", *flags)
     assert ended.returncode == 0, ended.stderr
     assert "report.html" in ended.stdout
     assert not [line for line in ended.stderr.splitlines() if "cpu_aot_loader" not in line]
@@ -95,11 +95,7 @@ def test_text_of_the_report(report, folder):
     weights = load(folder / "cumulative").routing(ids)
     found = values["runs"][1]["text"]
     assert found["tokens"] == ["a", "⏎", r"\$", "[195]", "[169]"]
-    assert [r["name"] for r in found["readers"]] == [
-        "layers.0.mlp",
-        "layers.1.attn",
-        "layers.1.mlp",
-    ]
+    assert [reader["name"] for reader in found["readers"]] == READERS
     for reader in found["readers"]:
         np.testing.assert_allclose(reader["weights"], weights[reader["name"]][:, 0], atol=1e-5)
 
@@ -218,6 +214,9 @@ def test_every_shape(corpora, tmp_path, in_process, variant, options, dtype):
     for reader in own["readers"]:
         if reader["sources"]:
             np.testing.assert_allclose(sum(reader["weights"]), 1, rtol=1e-5)
+    for reader in own["text"]["readers"]:
+        assert np.shape(reader["weights"]) == (len(sources[reader["name"]]), 2)
+        np.testing.assert_allclose(np.sum(reader["weights"], axis=0), 1, rtol=1e-5)
     assert (own["histogram"] is None) == all(len(names) < 2 for names in sources.values())
     page = (tmp_path / "out/report.html").read_text()
     assert ('id="histogram"' in page) == (own["histogram"] is not None)
@@ -255,7 +254,7 @@ def test_a_baseline_has_the_norm_of_its_stream(folder, tmp_path, in_process):
         (["--text=a", "--readers=layer.1.mlp"], "did you mean layers.1.mlp?"),
         (["--text=a", "--readers=layers.0.attn"], "no reader with sources"),
         (["--data=a=text,b=text"], "give one set"),
-        (["--data=a=/nowhere"], "/nowhere"),
+        (["--data=a=/nowhere"], "--data: '/nowhere'"),
         (["--tokens=-1"], "--tokens=-1"),
         (["--mesh=fsdp=3"], "mesh"),
         (["--reader=x"], "unknown flag --reader"),
