@@ -240,6 +240,7 @@ def test_a_baseline_has_the_norm_of_its_stream(folder, tmp_path, in_process):
         (["--workdir="], "--workdir is missing"),
         (["--workdir=nowhere"], "--workdir=nowhere: nowhere is no run"),
         (["--compare=nowhere"], "--compare=nowhere: nowhere is no run"),
+        (["--compare="], "--compare= is empty"),
         (["--compare=KNOWN"], "step 1 of this run is named twice"),
         (["--compare=LONGER"], "data.seq_len=32, but 16"),
         (["--compare=OTHER_TOKENS"], "only runs that read the same tokens are compared"),

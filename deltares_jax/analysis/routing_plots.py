@@ -69,7 +69,10 @@ def _named_columns(axes: Any, names: list[str], name: str = "") -> None:
 def _kind_of_source(run: Run) -> str:
     names = [source for reader in run["readers"] for source in reader["sources"]]
     kinds = {"output" if (end := n.split(".")[-1]) == "out" else end for n in names if "." in n}
-    return f"source ({_KEPT[kinds.pop()]})" if kinds else "source"
+    if not kinds:
+        return "source"
+    kind = kinds.pop()
+    return f"source ({_KEPT.get(kind, kind)})"
 
 
 def _weights(axes: Any, matrix: np.ndarray, annotated: bool) -> Any:

@@ -60,6 +60,8 @@ def find(given: list[tuple[str, str]], step: str, data: str = "") -> list[Run]:
     """
     runs: list[Run] = []
     for flag, path in given:
+        if runs and not path:
+            raise ValueError(f"{flag}= is empty; name a run, or leave it out")
         try:
             folder, at = trained.find(path, "" if runs else step)
             config = trained.saved_config(folder, at)
