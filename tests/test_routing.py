@@ -11,7 +11,7 @@ import subprocess
 import jax
 import numpy as np
 import pytest
-from inference_helpers import bare_command
+from inference_helpers import bare_command, open_run
 from routing_helpers import known_params, logits_by_reader, small, write_params
 from test_model import init, randomise
 
@@ -20,7 +20,7 @@ from deltares_jax import load
 from deltares_jax.analysis import routing_plots, token_labels
 from deltares_jax.data import dataset
 from deltares_jax.data.tokens import ByteTokenizer
-from deltares_jax.inference import routes
+from deltares_jax.inference import measured, routes
 from deltares_jax.models import readings
 
 FIGURES = ["max_weight", "histogram", "cosine", "norms", "by_depth"]
@@ -302,3 +302,24 @@ def test_tokens_are_shown_in_one_line(bpe):
 
     labels = token_labels.labels(Spelt(), range(6))
     assert labels == ["␣the", "⏎⇥", "U+4E2D", "[3]", "[4]", r"Δ\$"]
+
+
+@pytest.mark.slow
+def test_numbers_are_the_same_on_every_mesh(folder):
+    """With batches that the devices do not divide."""
+
+    def measure(devices, mesh=""):
+        model = open_run(folder / "cumulative", mesh, devices)
+        rows = dataset.open_eval_sets(model.config)["text"]
+        table = measured.measure(model, rows, 5, model.batch_size(2))
+        weights = measured.of_text(model, np.arange(9), ["layers.1.mlp"])["layers.1.mlp"]
+        return table, weights
+
+    (alone, alone_ST), (cut, cut_ST) = measure(1), measure(8, "data=2,fsdp=2,tensor=2")
+    assert alone["tokens"] == cut["tokens"] == 80
+    for key in ("max_weight", "stream_norm", "routed_ratio"):
+        values = [[reader[key] for reader in table["readers"]] for table in (alone, cut)]
+        np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+    cosines = [[row["mean"] for row in table["cosines"]] for table in (alone, cut)]
+    np.testing.assert_allclose(*cosines, atol=1e-5)
+    np.testing.assert_allclose(alone_ST, cut_ST, atol=1e-5)
