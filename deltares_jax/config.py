@@ -146,7 +146,13 @@ def default() -> ConfigDict:
             "keep_best": 0,  # of the lowest held-out loss; they are saved when they are found
         }
     )
-    config.metrics = ConfigDict({"tensorboard": True, "wandb": False})
+    config.metrics = ConfigDict(
+        {
+            "tensorboard": True,
+            "wandb": False,
+            "routing_every": 0,  # steps between two measurements of routing; 0 is off
+        }
+    )
     config.mesh = ConfigDict(
         {
             "replica": 1,
@@ -242,6 +248,11 @@ def notes(config: FrozenConfigDict) -> list[str]:
     row = variants.VARIANTS[residual.variant]
     if config.optim.routing_learning_rate and row.routing == "none":
         lines.append(f"optim.routing_learning_rate has no effect on {residual.variant}")
+    if config.metrics.routing_every and row.routing == "none":
+        lines.append(
+            f"metrics.routing_every: {residual.variant} routes nothing; the norm of its stream "
+            "alone is logged"
+        )
     if row.grows != "block":
         lines.append(f"model.residual.num_blocks has no effect on {residual.variant}")
         return lines

@@ -68,6 +68,7 @@ AT_LEAST: dict[str, float] = {
     "distributed.num_processes": 0,
     "distributed.timeout": 1,
     "distributed.heartbeat": 1,
+    "metrics.routing_every": 0,
     "checkpoint.every": 0,
     "checkpoint.every_minutes": 0,
     "checkpoint.keep": 1,

@@ -521,6 +521,7 @@ RESUME = {
     "checkpoint.keep_best": ("free", 1),
     "metrics.tensorboard": ("free", False),
     "metrics.wandb": ("free", True),
+    "metrics.routing_every": ("free", 10),
     "mesh.replica": ("free", 2),
     "mesh.data": ("free", 2),
     "mesh.fsdp": ("free", 4),

@@ -14,6 +14,7 @@ from deltares_jax.data.dataset import Data
 from deltares_jax.training import clock as clock_lib
 from deltares_jax.training import evaluation, metrics, signals, step
 from deltares_jax.training.checkpoint import Checkpointer
+from deltares_jax.training.probes import Probe
 from deltares_jax.training.programs import Programs
 from deltares_jax.training.stall import Watchdog
 from deltares_jax.training.start import Start
@@ -29,6 +30,7 @@ class Tools:
     programs: Programs
     clock: clock_lib.Clock
     watchdog: Watchdog
+    probe: Probe | None = None  # with metrics.routing_every
 
 
 class Run:
@@ -63,7 +65,7 @@ class Run:
         self.batches = pipeline.train_batches(
             data.rows, data.order, size, self.rows_seen, *place, workers
         )
-        self.unread: tuple[int, Any] | None = None
+        self.unread: tuple[int, Any, Any] | None = None
         self.last_read = 0.0
 
     def close(self) -> None:
@@ -95,9 +97,10 @@ class Run:
                 rows = next(self.batches)
             # The device gets the next step before the numbers of the last are read.
             state, numbers = tools.programs.train(state, tools.programs.put(rows))
+            routed = tools.probe(number, state.params) if tools.probe else None
             self.move_on(number)
             self.read()
-            self.unread = (number, numbers)
+            self.unread = (number, numbers, routed)
             if profile and number == profile[1]:
                 jax.block_until_ready(state)
                 jax.profiler.stop_trace()
@@ -177,7 +180,7 @@ class Run:
         self.tools.checkpoints.check()
         if self.unread is None:
             return
-        number, numbers = self.unread
+        number, numbers, routed = self.unread
         self.unread = None
         values = {key: value.item() for key, value in jax.device_get(numbers).items()}
         self.tools.watchdog.step()
@@ -189,6 +192,9 @@ class Run:
         values["tokens_seen"] = self.tokens_seen
         values["seconds"] = sum(clock.values())
         values["goodput"] = clock["steps"] / values["seconds"]
+        if self.tools.probe and routed is not None:
+            values |= self.tools.probe.row(routed)
+            self.always_logged.add(number)
         if number % self.config.train.log_every == 0 or number in self.always_logged:
             self.tools.writer.write(number, values)
         self.progress.update(values, number, stepping / (number - self.start.step))
