@@ -197,17 +197,6 @@ def combinations(flat: Flat) -> None:
     names.parse_sets(flat["eval.sets"])
 
 
-def notes(flat: Flat) -> list[str]:
-    """What is allowed, but does less than it seems to."""
-    every, period = flat["checkpoint.every"], flat["checkpoint.keep_period"]
-    if not period or (every and (period % every == 0 or every % period == 0)):
-        return []
-    return [
-        f"checkpoint.keep_period={period} keeps what is saved, and checkpoint.every={every} "
-        f"saves {f'multiples of {every}' if every else 'the last step'} alone"
-    ]
-
-
 def _shape(flat: Flat) -> None:
     heads, kv_heads = flat["model.num_heads"], flat["model.num_kv_heads"]
     if heads % kv_heads:

@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from deltares_jax import config as config_lib
-from deltares_jax import config_resume
+from deltares_jax import config_notes, config_resume
 from deltares_jax.models import sizes
 from deltares_jax.training import workdir
 
@@ -348,7 +348,7 @@ def blocks(variant: str, num_layers: int, num_blocks: int, **options) -> list[st
         "model.residual.num_blocks": num_blocks,
         **{f"model.residual.{key}": value for key, value in options.items()},
     }
-    return config_lib.notes(resolved(values))
+    return config_notes.notes(resolved(values))
 
 
 @pytest.mark.parametrize("variant", ["delta_block", "attnres_block"])
@@ -597,7 +597,7 @@ def test_resume_of_a_run_with_keys_of_another_version():
 )
 def test_period_of_steps_that_are_not_saved_is_said(every, period, said):
     keys = {"checkpoint.every": every, "checkpoint.keep_period": period}
-    lines = [line for line in config_lib.notes(resolved(keys)) if "keep_period" in line]
+    lines = [line for line in config_notes.notes(resolved(keys)) if "keep_period" in line]
     assert bool(lines) == said, lines
     assert all(f"checkpoint.every={every} saves" in line for line in lines)
 

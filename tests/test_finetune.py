@@ -15,7 +15,7 @@ from convert_helpers import convert, refuses
 from data_helpers import prepare_files
 
 from deltares_jax import config as config_lib
-from deltares_jax import config_resume, load
+from deltares_jax import config_notes, config_resume, load
 from deltares_jax.data import sources
 from deltares_jax.interop import exporting
 from deltares_jax.training import compare, loop, metrics, optim, step, workdir
@@ -195,7 +195,7 @@ def test_rates_that_train_nothing_are_refused(tiny, changes, words):
 def test_a_rate_without_effect_is_said(tiny):
     tiny.optim.routing_learning_rate = 1e-3
     tiny.model.residual.variant = "baseline"
-    lines = config_lib.notes(config_lib.resolve(tiny))
+    lines = config_notes.notes(config_lib.resolve(tiny))
     assert "optim.routing_learning_rate has no effect on baseline" in lines
 
 

@@ -10,6 +10,7 @@ import tokenizers
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
+from deltares_jax import config_notes
 from deltares_jax.data import tokens
 from deltares_jax.interop import files, hf_config, names, placing
 from deltares_jax.models import sizes, variants
@@ -123,7 +124,7 @@ def _fresh_lines(
 
 def _residual_notes(config: FrozenConfigDict, asked: dict[str, Any]) -> list[str]:
     has_blocks = variants.VARIANTS[config.model.residual.variant].grows == "block"
-    return config_lib.notes(config) if has_blocks or asked.get("num_blocks") else []
+    return config_notes.notes(config) if has_blocks or asked.get("num_blocks") else []
 
 
 def _open_out(out: str) -> pathlib.Path:

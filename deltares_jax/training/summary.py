@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax import config as config_lib
+from deltares_jax import config_notes
 from deltares_jax.analysis import plots
 from deltares_jax.data import ngram, pipeline
 from deltares_jax.data.dataset import Data
@@ -62,7 +62,7 @@ def start_lines(
         f"{config.model.residual.variant}: {metrics.human_count(sum(counts.values()))} parameters, "
         f"{counts['routing']:,} of them for routing"
     )
-    lines += config_lib.notes(config)
+    lines += config_notes.notes(config)
     batch, parts = config.train.batch_size, config.train.accumulation
     lines.append(
         f"global batch {batch} × {config.data.seq_len} tokens, {batch * config.data.seq_len:,} per "
