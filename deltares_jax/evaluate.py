@@ -13,6 +13,7 @@ from absl import flags
 
 from deltares_jax import command, config, printing
 from deltares_jax.data import names
+from deltares_jax.training import signals
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run, or RUN/checkpoints/STEP.")
 _STEP = flags.DEFINE_string("step", "", "Step of the run: a number, last or best; last by default.")
@@ -86,11 +87,12 @@ def _row(result: Any) -> dict[str, Any]:
 
 def main() -> int:
     """Evaluates and prints."""
+    signals.interrupt_on_request()
     if _DATA.value:
         names.parse_sets(_DATA.value, "--data")
     from deltares_jax.data import dataset  # brings in jax; a misspelt flag was refused before
     from deltares_jax.inference import held_out, scorer, trained
-    from deltares_jax.training import group, signals, workdir
+    from deltares_jax.training import group, workdir
 
     with group.together(config.resolve(config.default())) as processes:
         folder, step = trained.find(_WORKDIR.value, _STEP.value)
@@ -127,7 +129,7 @@ def main() -> int:
             printing.put(*(_position_lines(result) if _POSITION.value else []))
             printing.put(*(_document_lines(result) if _DOCUMENT.value else []))
         if processes.index == 0:
-            workdir.write_results(path, {"step": step, "sets": rows})
+            workdir.write_results(path, {"step": step, "data": saved.eval.sets, "sets": rows})
     return 0
 
 

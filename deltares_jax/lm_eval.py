@@ -14,6 +14,7 @@ import json
 from absl import flags
 
 from deltares_jax import command, config, printing
+from deltares_jax.training import signals
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run, or RUN/checkpoints/STEP.")
 _STEP = flags.DEFINE_string("step", "", "Step of the run: a number, last or best; last by default.")
@@ -32,6 +33,7 @@ _MESH = flags.DEFINE_string(
 
 def main() -> int:
     """Runs the harness and prints its table."""
+    signals.interrupt_on_request()
     if not _TASKS.value:
         raise ValueError("--tasks is missing; for example --tasks=paper")
     if importlib.util.find_spec("lm_eval") is None:

@@ -16,6 +16,7 @@ from absl import flags
 
 from deltares_jax import command, config_checks, printing
 from deltares_jax.data import names
+from deltares_jax.training import signals
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run, or RUN/checkpoints/STEP.")
 _STEP = flags.DEFINE_string("step", "", "Of --workdir: a number, last or best; last by default.")
@@ -94,10 +95,11 @@ def _measure() -> tuple[Any, ...]:
 
 def main() -> int:
     """Writes the report; it is there whole or not at all."""
+    signals.interrupt_on_request()
     _check_flags()
     target, partial = _open_out(_OUT.value)
     from deltares_jax.analysis import report  # brings in jax; a misspelt flag was refused before
-    from deltares_jax.training import signals, workdir
+    from deltares_jax.training import workdir
 
     try:
         text, numbers, notes = _measure()
