@@ -138,8 +138,8 @@ def _norms(runs: list[Run]) -> Plot:
     for axes, run in zip(panels, runs, strict=True):
         kind = f"\n{kind_of_source(run)}" if run["sources"] else ""
         lines = {
-            "stream": (*_points(run, "stream_norm"), "C0-"),
-            "routed": (*_points(run, "routed_norm"), "C2--"),
+            "stream": (*_points(run, "stream_norm"), "C0.-"),
+            "routed": (*_points(run, "routed_norm"), "C2.--"),
             "sources": (
                 [source["depth"] for source in run["sources"]],
                 [source["norm"] for source in run["sources"]],
