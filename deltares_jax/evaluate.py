@@ -23,16 +23,8 @@ _DATA = flags.DEFINE_string(
 _TOKENS = flags.DEFINE_integer(
     "tokens", None, "Of each set; 0: all; by default as many as the run takes.", lower_bound=0
 )
-_BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size",
-    None,
-    "Rows at a time; that of the run by default.",
-    lower_bound=1,
-    upper_bound=2**16,
-)
-_MESH = flags.DEFINE_string(
-    "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
-)
+_BATCH_SIZE = command.define_batch_size_flag()
+_MESH = command.define_mesh_flag()
 _POSITION = flags.DEFINE_boolean("by_position", False, "Also by position in the document.")
 _DOCUMENT = flags.DEFINE_boolean("by_document", False, "Also of each document.")
 

@@ -26,9 +26,7 @@ _LIMIT = flags.DEFINE_integer(
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 8, "Rows at a time.", lower_bound=1, upper_bound=2**16
 )
-_MESH = flags.DEFINE_string(
-    "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
-)
+_MESH = command.define_mesh_flag()
 
 
 def main() -> int:

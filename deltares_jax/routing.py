@@ -31,16 +31,8 @@ _TOKENS = flags.DEFINE_integer(
     "tokens", None, "Of the text, in whole rows; 0: all; by default as many as the run evaluates.",
     lower_bound=0,
 )  # fmt: skip
-_BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size",
-    None,
-    "Rows at a time; that of the run by default.",
-    lower_bound=1,
-    upper_bound=2**16,
-)
-_MESH = flags.DEFINE_string(
-    "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
-)
+_BATCH_SIZE = command.define_batch_size_flag()
+_MESH = command.define_mesh_flag()
 _TEXT = flags.DEFINE_string("text", None, "Show the weights at each of its tokens.")
 _READERS = flags.DEFINE_list(
     "readers", [], "Of --text, as layers.3.attn,layers.3.mlp; three across the depth by default."
