@@ -17,8 +17,9 @@
 # SLICES           1 when empty; mesh.replica of the run must be a multiple of it
 # IMAGE            the container, with the target tpu of launch/Dockerfile
 # CONFIG           the recipe
-# WORKDIR          a folder of a bucket
-# SERVICE_ACCOUNT  of Kubernetes, which may write to the bucket; default when empty
+# WORKDIR          the run's folder, below /mnt/runs
+# NFS              the shared folder that is mounted there, as launch/project.sh share prints it
+# SERVICE_ACCOUNT  of Kubernetes, which may read the bucket of the data; default when empty
 # MAX_RESTARTS     10 when empty: how often lost machines are made up for
 #
 # logs and delete need the first four alone. --dry_run prints the commands.
@@ -46,6 +47,7 @@ case $VERB in
     need SERVICE_ACCOUNT trainer '[a-z]([-a-z0-9]*[a-z0-9])?'
     need MAX_RESTARTS 10 '[0-9]+'
     need IMAGE us-east5-docker.pkg.dev/my-project/my-repository/deltares_jax:tpu '[-_.:/@a-zA-Z0-9]+'
+    need_share
     need_run
     ;;
 esac
@@ -68,11 +70,11 @@ render() {
   trainer tpu
   text=$(<launch/jobset.yaml)
   # shellcheck disable=SC2034  # read by their names
-  local HOSTS=$((chips / CHIPS_PER_HOST)) COMMAND
+  local HOSTS=$((chips / CHIPS_PER_HOST)) NFS_SERVER=${NFS%%:*} NFS_PATH=${NFS#*:} COMMAND
   # shellcheck disable=SC2034
   COMMAND=$(json launch/restart.sh "${TRAINER[@]}")
   for name in NAME ACCELERATOR TOPOLOGY CHIPS_PER_HOST HOSTS SLICES SERVICE_ACCOUNT MAX_RESTARTS \
-    IMAGE COMMAND; do
+    IMAGE COMMAND NFS_SERVER NFS_PATH; do
     text=${text//"@$name@"/"${!name}"}
   done
   echo "$text"

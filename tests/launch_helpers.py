@@ -7,7 +7,19 @@ import subprocess
 
 from conftest import ROOT
 
-TOOLS = ("gcloud", "xpk", "kubectl", "squeue", "sbatch", "scancel", "scontrol", "git", "python3")
+TOOLS = (
+    "gcloud",
+    "xpk",
+    "kubectl",
+    "squeue",
+    "sbatch",
+    "scancel",
+    "scontrol",
+    "git",
+    "python3",
+    "docker",
+    "sudo",
+)
 # Notes its words, and what it is given to read. The first line of the file ANSWERS/<word>, where
 # one of its words is the name of a file there, is printed; with a `!` in front it is an error.
 # All lines but the last are answers for one call.

@@ -1,6 +1,7 @@
 """The launch scripts: what they call, in which state of the machines, and what they refuse."""
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 from conftest import ROOT
 from launch_helpers import Launch, has_shellcheck
 
-RUN = {"CONFIG": "configs/7b_delta_block.py", "WORKDIR": "gs://bucket/run"}
+RUN = {"CONFIG": "configs/7b_delta_block.py", "WORKDIR": "/mnt/runs/b"}
 TPU = {"PROJECT": "p", "ZONE": "us-east5-a", "NAME": "b", "ACCELERATOR": "v5p-128"}
 XPK = {**TPU, "CLUSTER": "c", "IMAGE": "i:tpu", **RUN}
 GKE = {
@@ -20,8 +21,10 @@ GKE = {
     "TOPOLOGY": "4x4x4",
     "SLICES": "2",
     "IMAGE": "i:tpu",
+    "NFS": "10.0.0.2:/runs",
     **RUN,
 }
+PROJECT = {"PROJECT": "p", "ZONE": "us-east5-a", "BUCKET": "data-of-p"}
 SLURM = {"NAME": "b", "NODES": "4", "GPUS_PER_NODE": "8", "TIME": "24:00:00", **RUN}
 FLAG = "--config.data.mixture=a=0.5,/my data/b=0.5"
 CASES = [
@@ -30,11 +33,13 @@ CASES = [
     ("tpu_vm.sh", "wait", TPU, ["describe"]),
     ("tpu_vm.sh", "install", TPU, ["git archive", "tpu-vm scp", "--worker=all", "node.sh install"]),
     ("tpu_vm.sh", f"run {FLAG}", {**TPU, **RUN}, ["--worker=all", "node.sh start", "data.mixture"]),
+    ("tpu_vm.sh", "install", {**TPU, "NFS": "10.0.0.2:/runs"}, ["NFS=10.0.0.2:/runs"]),
     ("tpu_vm.sh", "logs", TPU, ["--worker=0", "node.sh log"]),
     ("tpu_vm.sh", "stop", TPU, ["--worker=all", "node.sh stop"]),
     ("tpu_vm.sh", "resume", {**TPU, **RUN}, ["create", "scp", "node.sh install", "node.sh resume"]),
     ("tpu_vm.sh", "delete", TPU, ["queued-resources delete", "--force"]),
     ("xpk.sh", "cluster", XPK, ["cluster create", "--tpu-type=v5p-128", "--on-demand"]),
+    ("xpk.sh", "storage", XPK, ["storage create runs", "--mount-point=/mnt/runs"]),
     ("xpk.sh", f"create {FLAG}", XPK, ["workload create", "launch/restart.sh", "data.mixture"]),
     ("xpk.sh", "logs", XPK, ["get-credentials", "kubectl logs", "jobset-name=b"]),
     ("xpk.sh", "delete", XPK, ["workload delete"]),
@@ -45,6 +50,16 @@ CASES = [
     ("slurm.sh", f"create {FLAG}", SLURM, ["sbatch", "--nodes=4", "launch/slurm.sbatch"]),
     ("slurm.sh", "stop", SLURM, ["scancel --full --signal=TERM"]),
     ("slurm.sh", "delete", SLURM, ["scancel --name=b"]),
+    ("project.sh", "create", PROJECT, ["services enable", "buckets create", "capacity=1TB"]),
+    ("project.sh", "data", PROJECT, ["storage rsync", "gs://data-of-p/data"]),
+    (
+        "project.sh",
+        "image",
+        {**PROJECT, "IMAGE": "r/i:tpu"},
+        ["--target=tpu", "docker push r/i:tpu"],
+    ),
+    ("project.sh", "delete", PROJECT, ["filestore instances delete runs"]),
+    ("node.sh", "install", {"PLATFORM": "tpu", "NFS": "n:/runs"}, ["mount -t nfs -o hard n:/runs"]),
     ("node.sh", "install", {"PLATFORM": "gpu"}, ["requirements-cuda.txt", "--no-deps ."]),
 ]
 
@@ -122,6 +137,8 @@ def test_missing_variables_are_named_together(launch, script, verb, names):
             {**GKE, "TOPOLOGY": "3x3"},
             "9 chips, no multiple of CHIPS_PER_HOST=4",
         ),
+        ("gke.sh", ["render"], {**GKE, "WORKDIR": "gs://b/x"}, "buckets hold data alone"),
+        ("gke.sh", ["render"], {**GKE, "NFS": "10.0.0.2"}, "NFS='10.0.0.2' must have the form"),
         ("slurm.sh", ["create"], {**SLURM, "NODES": "two"}, "NODES='two' must have the form"),
         ("restart.sh", [], {}, "no command to run"),
         (
@@ -157,6 +174,16 @@ def test_other_runs_are_created_once_too(launch):
     done = launch.bash("slurm.sh", "create", **SLURM)
     assert "b is there already: 17 PENDING" in done.stderr
     assert [call[0] for call in launch.calls()] == ["xpk", "squeue"]
+
+
+def test_what_the_project_has_is_not_made_again(launch):
+    launch.answer("describe", "READY")
+    done = launch.bash("project.sh", "create", **PROJECT)
+    assert "data-of-p is there already" in done.stderr
+    assert "runs is there already: READY" in done.stderr
+    assert [call[3] for call in launch.calls()] == ["tpu.googleapis.com", "describe", "describe"]
+    launch.answer("describe", "10.0.0.2")
+    assert launch.bash("project.sh", "share", **PROJECT).stdout == "NFS=10.0.0.2:/runs\n"
 
 
 def test_an_error_of_the_question_is_no_answer(launch):
@@ -213,10 +240,32 @@ def test_the_manifest_of_several_slices(launch):
     trainer = ["python", "-m", "deltares_jax.train", f"--config={RUN['CONFIG']}"]
     trainer += [f"--workdir={RUN['WORKDIR']}", "--config.train.platform=tpu", FLAG]
     assert container["command"] == ["launch/restart.sh", *trainer, '--config.a="\\']
+    assert pod["volumes"][0]["nfs"] == {"server": "10.0.0.2", "path": "/runs"}
     (rule,) = job["podFailurePolicy"]["rules"]
     final = rule["onExitCodes"]["values"]
     assert {2, 3, 4, 5, 6} <= set(final)
     assert not {0, 1, 7, 134, 137, 139, 143, 144} & set(final)
+
+
+def test_commands_of_the_page(launch):
+    """With the variables that the page sets before, each script does what it is given there."""
+    text = (ROOT / "launch" / "README.md").read_text()
+    lines = "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).splitlines()
+    env, scripts = {"NFS": "10.0.0.2:/runs"}, []
+    for line in lines:
+        if line.startswith("export "):
+            done = launch.bash("-c", f"{line.replace('$(', ': $(')}\nenv", **env)
+            env |= dict(pair.split("=", 1) for pair in done.stdout.splitlines() if "=" in pair)
+        for found in re.findall(r"launch/(?!restart)\S+\.sh [^;)]+", line):
+            words = found.removeprefix("launch/").replace("$BUCKET", env["BUCKET"]).split()
+            done = launch.bash(*words, "--dry_run", **env)
+            assert (done.returncode, done.stderr) == (0, ""), found
+            assert done.stdout
+            scripts.append(words[0])
+        for module in re.findall(r"python -m deltares_jax\.(\S+)", line):
+            assert (ROOT / "deltares_jax" / f"{module.replace('.', '/')}.py").is_file()
+    assert set(scripts) == {case[0] for case in CASES}
+    assert launch.calls() == []
 
 
 def test_help_names_every_variable(launch):
