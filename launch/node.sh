@@ -78,10 +78,12 @@ case $VERB in
     fi
     ;;
   stop)
-    if running; then
-      run kill -TERM "$(cat run.pid)"
-      while [ -z "$DRY_RUN" ] && running; do sleep 1; done
-      [ -n "$DRY_RUN" ] || say "$(hostname): ended with exit code $(cat run.exit)"
+    if [ -n "$DRY_RUN" ]; then
+      echo "kill -TERM \"\$(cat run.pid)\""
+    elif running; then
+      kill -TERM "$(cat run.pid)"
+      while running; do sleep 1; done
+      say "$(hostname): ended with exit code $(cat run.exit)"
     else
       say "$(hostname): nothing runs"
     fi

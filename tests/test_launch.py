@@ -253,8 +253,8 @@ def test_commands_of_the_page(launch):
     lines = "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).splitlines()
     env, scripts = {"NFS": "10.0.0.2:/runs"}, []
     for line in lines:
-        if line.startswith("export "):
-            done = launch.bash("-c", f"{line.replace('$(', ': $(')}\nenv", **env)
+        if line.startswith("export ") and "$(" not in line:
+            done = launch.bash("-c", f"{line}\nenv", **env)
             env |= dict(pair.split("=", 1) for pair in done.stdout.splitlines() if "=" in pair)
         for found in re.findall(r"launch/(?!restart)\S+\.sh [^;)]+", line):
             words = found.removeprefix("launch/").replace("$BUCKET", env["BUCKET"]).split()
