@@ -149,7 +149,9 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value} must be above 0")
         if key in MESH_AXES and value < 1 and value != -1:
             raise ValueError(f"{key}={value} must be at least 1, or -1 for all remaining devices")
-    for key in ("data.dir", "train.compile_cache", "init_from"):
+    if not flat["data.dir"].startswith(("gs://", "s3://")):
+        local_folder("data.dir", flat["data.dir"])
+    for key in ("train.compile_cache", "init_from"):
         local_folder(key, flat[key])
     if not flat["train.compile_cache"]:
         raise ValueError("train.compile_cache='' must be a folder, 'auto' or 'off'")
@@ -158,7 +160,10 @@ def values(flat: Flat) -> None:
 def local_folder(key: str, path: str) -> None:
     """Refuses addresses of buckets, which would become a local folder of that name."""
     if "://" in path:
-        raise ValueError(f"{key}={path!r} must be a local folder; buckets are not supported")
+        raise ValueError(
+            f"{key}={path!r} must be a local folder, a mounted one for example; in buckets (gs://, "
+            "s3://) only prepared data is read"
+        )
 
 
 def combinations(flat: Flat) -> None:
