@@ -253,16 +253,17 @@ FORMS: dict[str, Callable[..., tuple[residual.State, Weights]]] = {
 def resolved_form(config: FrozenConfigDict) -> str:
     """The form that `model.scan` names.
 
-    `auto` takes `unrolled`, the fastest; `boundaries` where that program would be too large, and
-    `blocks` for one block without sources. Sources of every sublayer have one rule, `unrolled`.
+    `auto` takes `unrolled`, the fastest; `boundaries` with many blocks, or as many as layers, where
+    that program would be too large; `blocks` for one block without sources. Sources of every
+    sublayer have one rule, `unrolled`.
     """
     grows, per_block = variants.VARIANTS[config.residual.variant].grows, _per_block(config)
     form = str(config.scan)
     if form == "auto":
         if grows != "sublayer" and per_block == config.num_layers:
             return "blocks"
-        scanned = config.num_layers // per_block > MANY_BLOCKS
-        form = "boundaries" if scanned and config.remat == "full" else "unrolled"
+        many = per_block == 1 or config.num_layers // per_block > MANY_BLOCKS
+        form = "boundaries" if many and config.remat == "full" else "unrolled"
     return "unrolled" if form == "boundaries" and grows != "block" else form
 
 
