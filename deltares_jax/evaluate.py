@@ -23,7 +23,11 @@ _TOKENS = flags.DEFINE_integer(
     "tokens", None, "Of each set; 0: all; by default as many as the run takes.", lower_bound=0
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Rows at a time; that of the run by default.", lower_bound=1
+    "batch_size",
+    None,
+    "Rows at a time; that of the run by default.",
+    lower_bound=1,
+    upper_bound=2**16,
 )
 _MESH = flags.DEFINE_string(
     "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
@@ -93,9 +97,7 @@ def main() -> int:
         saved = trained.saved_config(folder, step)
         if _DATA.value:
             saved = trained.changed(saved, {"eval.sets": _DATA.value})
-        workdir.open_workdir(str(folder))
-        model = trained.load(folder, step, saved, _MESH.value)
-        printing.say(model.describe())
+        path = workdir.results_path(folder, "evaluation", step)
         try:
             sets = processes.one_by_one(lambda: dataset.open_eval_sets(saved))
         except ValueError as error:
@@ -103,6 +105,8 @@ def main() -> int:
             raise ValueError(
                 f"--data: {why.removeprefix('eval.sets: ')}" if _DATA.value else why
             ) from None
+        model = trained.load(folder, step, saved, _MESH.value)
+        printing.say(model.describe())
         asked = _BATCH_SIZE.value or saved.eval.batch_size
         batch_size = model.batch_size(asked)
         if batch_size != asked:
@@ -123,10 +127,7 @@ def main() -> int:
             printing.put(*(_position_lines(result) if _POSITION.value else []))
             printing.put(*(_document_lines(result) if _DOCUMENT.value else []))
         if processes.index == 0:
-            path = folder / "evaluation" / f"step_{step}.json"
-            path.parent.mkdir(exist_ok=True)
-            workdir.write_json(path, {"step": step, "sets": rows})
-            printing.say(f"written: {workdir.shown(path)}")
+            workdir.write_results(path, {"step": step, "sets": rows})
     return 0
 
 

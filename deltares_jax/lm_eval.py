@@ -10,7 +10,6 @@ goes to lm_eval/ in the run's folder, as the harness's own JSON.
 
 import importlib.util
 import json
-from typing import Any
 
 from absl import flags
 
@@ -23,7 +22,9 @@ _TASK_PATH = flags.DEFINE_string("task_path", "", "Folder of task files to know 
 _LIMIT = flags.DEFINE_integer(
     "limit", None, "Examples of each task; all by default.", lower_bound=1
 )
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Rows at a time.", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", 8, "Rows at a time.", lower_bound=1, upper_bound=2**16
+)
 _MESH = flags.DEFINE_string(
     "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
 )
@@ -41,7 +42,7 @@ def main() -> int:
     with group.together(config.resolve(config.default())) as processes:
         folder, step = trained.find(_WORKDIR.value, _STEP.value)
         saved = trained.saved_config(folder, step)
-        workdir.open_workdir(str(folder))
+        path = workdir.results_path(folder, "lm_eval", step)
         known = tasks.Tasks(_TASKS.value, _TASK_PATH.value)
         tokenizer = processes.one_by_one(lambda: trained.tokenizer(saved))
         model = trained.load(folder, step, saved, _MESH.value)
@@ -52,11 +53,7 @@ def main() -> int:
         printing.put(*tasks.cut_lines(adapter.counts, saved.data.seq_len))
         printing.put(*(tasks.paper_lines(results) if known.paper else []))
         if processes.index == 0:
-            path = folder / "lm_eval" / f"step_{step}.json"
-            path.parent.mkdir(exist_ok=True)
-            written: dict[str, Any] = json.loads(tasks.dumps(results))
-            workdir.write_json(path, written)
-            printing.say(f"written: {workdir.shown(path)}")
+            workdir.write_results(path, json.loads(tasks.dumps(results)))
     return 0
 
 

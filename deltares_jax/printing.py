@@ -50,7 +50,7 @@ _silent = False
 
 
 def silence(on: bool) -> None:
-    """Whether `say` prints nothing: of the processes of a run one tells how it goes."""
+    """Whether `say` and `put` print nothing: of the processes of a run one tells how it goes."""
     global _silent
     _silent = on
 
@@ -91,12 +91,14 @@ def note(line: str) -> None:
 
 
 def put(*lines: str, end: str = "\n") -> None:
-    """Prints what a command was started for.
+    """Prints what a command was started for; by one of its processes.
 
     Raises:
       BrokenPipeError: the reader has left.
       Stop: it cannot be written.
     """
+    if _silent:
+        return
     need_stdout()
     try:
         print(*lines, sep="\n", end=end, flush=True)

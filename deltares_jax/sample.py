@@ -18,7 +18,9 @@ _WORKDIR = flags.DEFINE_string("workdir", "", "Run, or RUN/checkpoints/STEP.")
 _STEP = flags.DEFINE_string("step", "", "Step of the run: a number, last or best; last by default.")
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue; may be empty.")
 _PROMPTS = flags.DEFINE_string("prompts", "", "File with a prompt a line.")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 100, "Tokens to add at most.", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", 100, "Tokens to add at most.", lower_bound=1, upper_bound=2**17
+)
 _TEMPERATURE = flags.DEFINE_float(
     "temperature", 1.0, "Divides the logits; 0 takes the likeliest token.", lower_bound=0.0
 )
@@ -33,8 +35,12 @@ _TOP_K = flags.DEFINE_integer(
     "top_k", 0, "Draws from so many of the likeliest tokens; 0: from all.", lower_bound=0
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of the draws.", lower_bound=0, upper_bound=2**32 - 1)
-_NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "Texts a prompt.", lower_bound=1)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Texts at a time.", lower_bound=1)
+_NUM_SAMPLES = flags.DEFINE_integer(
+    "num_samples", 1, "Texts a prompt.", lower_bound=1, upper_bound=2**16
+)
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", 8, "Texts at a time.", lower_bound=1, upper_bound=2**16
+)
 
 
 def _prompts() -> list[str]:
@@ -42,15 +48,19 @@ def _prompts() -> list[str]:
     if (_PROMPT.value is None) == (not _PROMPTS.value):
         raise ValueError('give either --prompt="…" or --prompts=FILE')
     if _PROMPT.value is not None:
+        try:
+            _PROMPT.value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("--prompt is not UTF-8") from None
         return [_PROMPT.value]
     try:
-        lines = pathlib.Path(_PROMPTS.value).expanduser().read_text().splitlines()
+        text = pathlib.Path(_PROMPTS.value).expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ValueError(f"--prompts={_PROMPTS.value}: {why}") from None
-    if not lines:
+    if not text:
         raise ValueError(f"--prompts={_PROMPTS.value}: the file holds no line")
-    return lines
+    return text.removesuffix("\n").split("\n")
 
 
 def _stream(tokens: Any, tokenizer: Any, prompt: str) -> None:
@@ -90,6 +100,7 @@ def main() -> int:
     from deltares_jax.inference import generate, trained  # brings in jax
     from deltares_jax.parallel import mesh
 
+    sampling = generate.Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _SEED.value)
     folder, step = trained.find(_WORKDIR.value, _STEP.value)
     config = trained.saved_config(folder, step)
     tokenizer = trained.tokenizer(config)
@@ -105,7 +116,6 @@ def main() -> int:
             f"{longest} tokens with the prompt are more than data.seq_len={config.data.seq_len}: "
             "the model was not trained on positions beyond"
         )
-    sampling = generate.Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _SEED.value)
     generator = generate.Generator(model, tokenizer.vocab_size)
     texts = [(p, s) for p in range(len(prompts)) for s in range(_NUM_SAMPLES.value)]
     for first in range(0, len(texts), _BATCH_SIZE.value):

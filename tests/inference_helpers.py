@@ -1,10 +1,15 @@
 """Checkpoints to evaluate and to sample from, made without training."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
+from conftest import ROOT
+from process_helpers import free_port
 from test_model import init, randomise
 
 from deltares_jax import config as config_lib
@@ -34,6 +39,45 @@ def open_run(folder, mesh="", devices=1, step="") -> trained.Trained:
     folder, step = trained.find(str(folder), step)
     config = trained.saved_config(folder, step)
     return trained.load(folder, step, config, mesh, jax.devices()[:devices])
+
+
+def bare_command(home, name, *flags) -> subprocess.CompletedProcess:
+    """Runs a command on one device as on a bare machine: no network, home, display or accounts."""
+    line = [sys.executable, "-m", f"deltares_jax.{name}", *flags]
+    can = subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False)
+    if can.returncode == 0:
+        line = ["unshare", "-n", *line]
+    env = {**os.environ, "XLA_FLAGS": "", "HOME": str(home / "home"), "XDG_CACHE_HOME": ""}
+    env |= dict.fromkeys(("DISPLAY", "HF_TOKEN", "WANDB_API_KEY"), "")
+    # Where the network cannot be taken away.
+    env |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    return subprocess.run(
+        line, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+    )
+
+
+def two_processes(name, *flags) -> list[str]:
+    """What each of two processes of a command prints."""
+    env = {
+        **os.environ,
+        "XLA_FLAGS": "",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"deltares_jax.{name}", *flags],
+            env={**env, "JAX_PROCESS_ID": str(index)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    results = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    return [out for out, _ in results]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

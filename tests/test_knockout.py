@@ -38,7 +38,7 @@ def all_away(model):
 
 
 ROUTED = [name for name, row in variants.VARIANTS.items() if row.routing != "none"]
-QUICK = ("delta_block", "attnres_block", "attnres_cumulative")
+QUICK = ("attnres_block", "attnres_cumulative")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from harness_helpers import write_tasks
-from inference_helpers import log_softmax, open_run
+from inference_helpers import bare_command, log_softmax, open_run, two_processes
 
 from deltares_jax import config as config_lib
 from deltares_jax.data import tokens
@@ -139,6 +139,12 @@ def test_generation_options_are_obeyed_or_refused():
     assert greedy.temperature == 0
     assert lengths == [LONGEST - 12]  # what does not fit is cut at the start, and counted
     assert (adapted.counts.cut, adapted.counts.cut_tokens) == (1, 100 - 20)
+    assert adapted.counts.shortened == 0
+    # More than fits at all: half of the row stays for the context, and it is counted.
+    adapted.generate_until(ask("generate_until", ("c" * 20, {}), ("d", {"max_gen_toks": LONGEST})))
+    assert [(lengths, most) for _, lengths, most in model.sampled[2:]] == [([16, 1], 16)]
+    assert adapted.counts.shortened == 2
+    assert any("2 of 4 requests may take 16" in x for x in tasks.cut_lines(adapted.counts, LONGEST))
     with pytest.raises(ValueError, match="num_beams is not known"):
         adapted.generate_until(ask("generate_until", ("a", {"num_beams": 2})))
 
@@ -190,23 +196,32 @@ def trained(corpora, tmp_path_factory):
     return folder
 
 
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "https_proxy": "http://127.0.0.1:9",
-    "http_proxy": "http://127.0.0.1:9",
-}
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--workdir=nowhere"], "--tasks is missing; for example --tasks=paper"),
+        (["--tasks=paper"], "--workdir is missing"),
+        (["--tasks=paper", "--workdir=nowhere"], "--workdir=nowhere: nowhere is no run"),
+        (["--tasks=paper", "--limit=0"], "--limit=0 must be"),
+        (["--tasks=paper", "--batch_size=0"], "--batch_size=0 must be"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, in_process):
+    code, error = in_process("lm_eval", *flags)
+    assert code == 2
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_harness_runs_offline_on_own_tasks(trained, command, tmp_path):
+def test_harness_runs_offline_on_own_tasks(trained, tmp_path):
     folder = write_tasks(tmp_path / "tasks")
     names = "own_choice,own_rolling," + str(folder / "own_generation.yaml")
-    env = {**OFFLINE, "HF_HOME": str(tmp_path / "hf")}
     flags = [f"--workdir={trained}", f"--tasks={names}", f"--task_path={folder}"]
-    done = command("lm_eval", *flags, env=env)
+    done = bare_command(tmp_path, "lm_eval", *flags)
     assert done.returncode == 0, done.stderr
-    written = json.loads((trained / "lm_eval" / "step_150.json").read_text())
+    path = trained / "lm_eval" / "step_150.json"
+    written = json.loads(path.read_text())
     results = written["results"]
     assert results["own_choice"]["acc,none"] == 1.0
     assert results["own_generation"]["exact_match,none"] == 1.0
@@ -214,14 +229,18 @@ def test_harness_runs_offline_on_own_tasks(trained, command, tmp_path):
     assert "|own_choice" in done.stdout
     assert written["deltares_jax"]["requests"]["requests"] == 9 * 3 + 5 + 5
     assert written["n-samples"]["own_rolling"]["effective"] == 5
-    # On eight devices the same, here in this process.
+    # On eight devices, here in this process, and by two processes.
     model = open_run(trained, "data=2,fsdp=2,tensor=2", 8)
     chosen = tasks.Tasks("own_choice,own_rolling,own_generation", str(folder))
     sharded, _ = tasks.run(chosen, model, tokens.ByteTokenizer(), 8, None)
-    for name, row in results.items():
-        for metric in ("acc,none", "exact_match,none", "byte_perplexity,none"):
-            if metric in row:
-                assert sharded["results"][name][metric] == pytest.approx(row[metric], rel=1e-5)
+    first, second = two_processes("lm_eval", *flags)
+    assert "on 2 cpu (fsdp 2)" in first
+    assert "own_choice" not in second
+    for other in (sharded, json.loads(path.read_text())):
+        for name, row in results.items():
+            for metric in ("acc,none", "exact_match,none", "byte_perplexity,none"):
+                if metric in row:
+                    assert other["results"][name][metric] == pytest.approx(row[metric], rel=1e-5)
 
 
 @pytest.mark.parametrize("source", ["json", "nobody/nothing"])

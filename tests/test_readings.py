@@ -9,7 +9,7 @@ from test_golden import B1, LOOSE
 
 from deltares_jax.models import readings, transformer, variants
 
-DEFAULT = {"B1_delta_block_null", "B1_attnres_block", "B1_delta_replace"}
+DEFAULT = {"B1_delta_block_null", "B1_attnres_block"}
 
 
 def measure(model, params, ids_BT, counts_BT=None, details=False):

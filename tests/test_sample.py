@@ -51,6 +51,7 @@ def test_draws_depend_on_seed_stream_and_text_alone(generator):
     np.testing.assert_array_equal(first, drawn(generator, seed=3))
     assert (first != drawn(generator, seed=4)).any(axis=1).all()
     assert (first < VOCAB).all()
+    np.testing.assert_array_equal(first, drawn(generator, seed=3, top_k=2**40))
     turned = drawn(generator, PROMPTS[::-1], streams=[2, 1, 0], seed=3)
     np.testing.assert_array_equal(turned[::-1], first)
     same = drawn(generator, [PROMPTS[0]] * 3, streams=[0, 5, 6], seed=3)
@@ -92,6 +93,15 @@ def test_draws_have_the_asked_for_distribution(temperature, top_k, top_p, expect
     assert (found[np.asarray(expected) == 0] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"", "the file holds no line"), (b"a\n\xff\n", "it is not UTF-8")]
+)
+def test_prompts_that_cannot_be_read_are_refused(tmp_path, content, why, in_process):
+    path = tmp_path / "prompts"
+    path.write_bytes(content)
+    assert in_process("sample", f"--prompts={path}") == (2, f"error: --prompts={path}: {why}\n")
+
+
 @pytest.mark.slow
 def test_command_streams_one_text_and_lists_several(run, command, tmp_path):
     alone = command("sample", f"--workdir={run}", "--prompt=ab", "--max_tokens=5", "--top_k=5")
@@ -121,8 +131,14 @@ def test_command_streams_one_text_and_lists_several(run, command, tmp_path):
         (["--prompts=nowhere"], "--prompts=nowhere: No such file"),
         (["--prompt=a"], "--workdir is missing"),
         (["--prompt=a", "--workdir=nowhere"], "nowhere is no run"),
+        (["--prompt=\udcff"], "--prompt is not UTF-8"),
         (["--prompt=a", "--temperature=-1"], "--temperature=-1"),
+        (["--prompt=a", "--temperature=nan"], "temperature=nan must be 0, or from 0.001 to 1000"),
+        (["--prompt=a", "--temperature=1e-9"], "temperature=1e-09 must be 0, or from 0.001"),
         (["--prompt=a", "--top_p=1.5"], "--top_p=1.5"),
+        (["--prompt=a", "--top_p=nan"], "top_p=nan must be from 0 to 1"),
+        (["--prompt=a", "--top_k=-1"], "--top_k=-1"),
+        (["--prompt=a", "--num_samples=0"], "--num_samples=0"),
         (["--prompt=a", "--max_tokens=0"], "--max_tokens=0"),
     ],
 )

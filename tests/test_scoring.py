@@ -120,7 +120,27 @@ def first_after(run, token):
     return load(run).logits(np.full((1, 17), token))[0, 0].argmax()
 
 
-def test_scores_of_a_model_are_its_logits_and_do_not_depend_on_batch_or_mesh(run):
+def packed_scores(model, requests):
+    """Requests one after another in rows, each in a segment of its own, by one batch."""
+    keys = ("inputs", "targets", "positions", "segments")
+    batch = {key: np.zeros((len(requests), LONGEST), np.int32) for key in keys}
+    places, row, at = [], 0, 0
+    for number, (context, continuation) in enumerate(requests, 1):
+        tokens = np.array([*context, *continuation])
+        size = len(tokens) - 1
+        if at + size > LONGEST:
+            row, at = row + 1, 0
+        values = (tokens[:-1], tokens[1:], np.arange(size), number)
+        for key, value in zip(keys, values, strict=True):
+            batch[key][row, at : at + size] = value
+        places.append((row, slice(at + len(context) - 1, at + size)))
+        at += size
+    assert row < len(requests) - 5
+    ((_, loss_BT, _),) = scorer.Scorer(model)([(None, batch)])
+    return [-loss_BT[place].sum(dtype=np.float64) for place in places]
+
+
+def test_scores_of_a_model_are_its_logits_whatever_the_batch_packing_or_mesh(run):
     from deltares_jax import load
 
     requests = [(ids(1 + n % 5, n), ids(n % 11, n + 50)) for n in range(20)]
@@ -149,3 +169,5 @@ def test_scores_of_a_model_are_its_logits_and_do_not_depend_on_batch_or_mesh(run
         alone = alone or (scores, greedy)
         np.testing.assert_allclose(scores, alone[0], rtol=1e-6, atol=1e-5)
         assert greedy == alone[1] == tuple(likeliest)
+    packed = packed_scores(open_run(run), requests)
+    np.testing.assert_allclose(packed, alone[0], rtol=1e-6, atol=1e-5)

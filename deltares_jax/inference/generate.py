@@ -17,6 +17,7 @@ from deltares_jax.models import decode, transformer
 from deltares_jax.parallel import sharding
 
 _SHORTEST = 16  # lengths that programs are made for double from here on
+_TEMPERATURES = (1e-3, 1e3)  # beyond, quotients of logits are no numbers, or all the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +28,27 @@ class Sampling:
       temperature: divides the logits; 0 takes the likeliest token.
       top_k: draws from so many of the likeliest; 0 from all.
       top_p: then from the fewest likeliest that have at least this probability together.
-      seed: of the draws.
+      seed: of the draws, below 2**32.
+
+    Raises:
+      ValueError: a value is out of its range.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        coldest, hottest = _TEMPERATURES
+        if self.temperature != 0 and not coldest <= self.temperature <= hottest:
+            raise ValueError(
+                f"temperature={self.temperature} must be 0, or from {coldest} to {hottest}"
+            )
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be from 0 to 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be at least 0")
 
 
 def rounded(length: int) -> int:
@@ -44,7 +59,7 @@ def rounded(length: int) -> int:
 def draw(
     logits_BV: jax.Array, keys_B: jax.Array, temperature: Any, top_k: Any, top_p: Any
 ) -> jax.Array:
-    """Next tokens [B]; see `Sampling`, with a temperature above 0 and a `top_k` of V at most."""
+    """Next tokens [B]; see `Sampling`, with a temperature above 0."""
     order_BV = jnp.argsort(-logits_BV, axis=-1)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1) / temperature
     rank_1V = jnp.arange(logits_BV.shape[-1])[None]
@@ -163,7 +178,7 @@ class Generator:
         streams_B = put(np.resize(np.asarray(streams, np.int32), B))
         numbers = (
             np.float32(sampling.temperature),
-            np.int32(sampling.top_k),
+            np.int32(min(sampling.top_k, self._vocab_size)),
             np.float32(sampling.top_p),
             np.uint32(sampling.seed),
         )

@@ -106,11 +106,13 @@ class HarnessModel(TemplateLM):
         groups: dict[Any, list[tuple[int, list[int]]]] = {}
         for number, request in enumerate(requests):
             context, options = request.args
-            group, most = self._options(options)
+            group, asked = self._options(options)
+            # What a task does not leave room for is cut at the start of the context, but not all.
+            most = asked if asked < self._longest else max(1, self._longest // 2)
             ids = self.tok_encode(context) or [self.eot_token_id]
             room = self._longest - most
             over = max(0, len(ids) - room)
-            self._count(scoring.Counts(1, int(over > 0), over))
+            self._count(scoring.Counts(1, int(over > 0), over, shortened=int(most < asked)))
             groups.setdefault((group, most), []).append((number, ids[over:]))
         for ((until, sampling), most), members in groups.items():
             members.sort(key=lambda member: -len(member[1]))
@@ -131,15 +133,14 @@ class HarnessModel(TemplateLM):
                 f"{', '.join(sorted(_KNOWN))}"
             )
         until = options.get("until") or ()
-        until = (until,) if isinstance(until, str) else tuple(until)
+        until = (until,) if isinstance(until, str) else tuple(filter(None, until))
         drawn = bool(options.get("do_sample", options.get("temperature", 0) > 0))
         sampling = generate.Sampling(
             float(options.get("temperature", 1.0)) if drawn else 0.0,
             int(options.get("top_k", 0)),
             float(options.get("top_p", 1.0)),
         )
-        most = int(options.get("max_gen_toks", _MAX_GENERATED))
-        return (until, sampling), max(1, min(most, self._longest - 1))
+        return (until, sampling), max(1, int(options.get("max_gen_toks", _MAX_GENERATED)))
 
     def _generated(
         self, part: Sequence[tuple[int, list[int]]], until: Any, sampling: Any, most: int

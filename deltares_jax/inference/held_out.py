@@ -85,13 +85,14 @@ def evaluate(trained: Trained, scorer: Scorer, rows: Rows, tokens: int, batch_si
       scorer: of the model.
       rows: of the set.
       tokens: of text, whose successors are the targets; 0 is all.
-      batch_size: rows at a time, a multiple of `Trained.parts`.
+      batch_size: rows at a time at most, a multiple of `Trained.parts`.
 
     Raises:
-      ValueError: none of them is a target.
+      ValueError: none of them has a target.
     """
     T, there = trained.config.data.seq_len, rows.num_targets
     asked = min(tokens or there, there)
+    batch_size = min(batch_size, trained.batch_size(max(1, -(-asked // T))))
     sums = HeldOut(asked, np.zeros(T), np.zeros(T), np.zeros(0), np.zeros(0))
     for targets, loss_BT, _ in scorer(_batches(rows, asked, T, batch_size)):
         loss = loss_BT.reshape(-1).astype(np.float64)[targets.counts]
@@ -101,5 +102,5 @@ def evaluate(trained: Trained, scorer: Scorer, rows: Rows, tokens: int, batch_si
         sums.document_loss = _grown(sums.document_loss, np.bincount(document, loss))
         sums.document_tokens = _grown(sums.document_tokens, np.bincount(document))
     if not sums.tokens:
-        raise ValueError(f"none of the first {asked} tokens is a target: each begins a document")
+        raise ValueError(f"none of the first {asked} tokens has a next one in its document")
     return sums

@@ -136,7 +136,8 @@ def _chosen(run: Run, names: list[str]) -> list[readings.Reader]:
     if names:
         return [there[name] for name in names]
     choice = [r for r in there.values() if len(r.sources) > 1] or list(there.values())
-    return [choice[i] for i in sorted({0, len(choice) // 2, len(choice) - 1}) if i < len(choice)]
+    last = len(choice) - 1
+    return [choice[place] for place in sorted({0, (last + 1) // 2, last})] if choice else []
 
 
 def follow(runs: list[Run], asked: Asked) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:

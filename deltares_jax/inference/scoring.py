@@ -34,12 +34,14 @@ class Counts:
       cut: those whose context lost tokens at its start.
       cut_tokens: that they lost together.
       split: those whose continuation is longer than a window.
+      shortened: those that may generate less than their task allows.
     """
 
     requests: int = 0
     cut: int = 0
     cut_tokens: int = 0
     split: int = 0
+    shortened: int = 0
 
 
 def windows(

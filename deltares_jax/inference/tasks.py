@@ -89,7 +89,7 @@ def run(
     """The harness's results, and the model that answered it.
 
     Args:
-      tasks: what to run; `paper` without examples in the prompt, others as they say.
+      tasks: what to run; the paper's, alone, without examples in the prompt; others as they say.
       trained: the model.
       tokenizer: of the model.
       batch_size: rows at a time, a multiple of `Trained.parts`.
@@ -106,7 +106,7 @@ def run(
     results: dict[str, Any] = lm_eval.simple_evaluate(
         adapter,
         tasks=tasks.chosen,
-        num_fewshot=0 if tasks.paper else None,
+        num_fewshot=0 if set(tasks.chosen) <= set(PAPER) else None,
         batch_size=batch_size,
         limit=limit,
         log_samples=False,
@@ -147,6 +147,11 @@ def cut_lines(counts: Counts, longest: int) -> list[str]:
         lines.append(
             f"{counts.split:,} of {counts.requests:,} requests have a continuation of more than "
             f"{longest} tokens, scored in several rows"
+        )
+    if counts.shortened:
+        lines.append(
+            f"{counts.shortened:,} of {counts.requests:,} requests may take {longest // 2} tokens "
+            f"instead of more than data.seq_len={longest} has room for"
         )
     return lines
 

@@ -77,10 +77,10 @@ def find(path: str, step: str) -> tuple[pathlib.Path, int]:
     """
     if not path:
         raise ValueError("--workdir is missing; for example --workdir=runs/debug")
-    if step not in ("", "last", "best") and not step.isdigit():
+    if step not in ("", "last", "best") and not step.isdecimal():
         raise ValueError(f"--step={step!r} must be a number, last or best")
     try:
-        folder, newest = workdir_lib.locate(path, int(step) if step.isdigit() else None)
+        folder, newest = workdir_lib.locate(path, int(step) if step.isdecimal() else None)
     except ValueError as error:
         raise ValueError(f"--workdir={path}: {error}") from None
     steps = checkpoint.Checkpointer(folder).steps()
@@ -103,7 +103,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """`"fsdp=4,tensor=2"` as sizes of all axes; those that are not named are 1.
 
     Raises:
-      ValueError: the form is another, or there is no such axis.
+      ValueError: the form is another, there is no such axis, or two take the rest.
     """
     sizes = dict.fromkeys(mesh_lib.AXES, 1)
     for item in text.split(","):
@@ -114,6 +114,8 @@ def parse_mesh(text: str) -> dict[str, int]:
                 f"{', '.join(mesh_lib.AXES)} and a size of at least 1, or -1 for the rest"
             )
         sizes[match[1]] = int(match[2])
+    if list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"--mesh={text!r}: one axis at most may be -1")
     return sizes
 
 
@@ -121,13 +123,16 @@ def saved_config(folder: pathlib.Path, step: int) -> FrozenConfigDict:
     """The config of a checkpoint, without what is of the machine that it was trained on.
 
     Raises:
-      ValueError: the checkpoint is damaged.
+      ValueError: the checkpoint is damaged, or of another version.
     """
     reader = checkpoint.Checkpointer(folder)
     try:
         config = config_lib.from_dict(reader.read_meta(step)["config"])
     except checkpoint.DamagedError as error:
         raise ValueError(f"{error}; there are steps {reader.steps()}") from error
+    except ValueError as error:
+        place = workdir_lib.shown(reader.folder / str(step))
+        raise ValueError(f"{place} was saved by another version: {error}") from error
     default = config_lib.flatten(config_lib.default())
     for key, value in default.items():
         if key.startswith(_FRESH):
