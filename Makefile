@@ -5,7 +5,7 @@ TESTS ?=
 EXTRAS ?= test
 TOOLS := $(VENV)/.installed-$(EXTRAS)
 
-.PHONY: debug test slow lint lock format clean
+.PHONY: debug test slow lint docs lock format clean
 
 # Installs when there is no environment yet, or pyproject.toml is newer.
 $(VENV)/.installed: pyproject.toml
@@ -31,6 +31,11 @@ lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The pages to build/site; a broken link, anchor or marker is an error.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --quiet --strict
 
 # Versions for containers and TPU VMs. libtpu needs glibc 2.31.
 lock: $(TOOLS)
