@@ -116,7 +116,7 @@ class Shell:
             text=True,
             env=self.env,
             cwd=self.folder,
-            timeout=240,
+            timeout=900,
         )
         return done.returncode, done.stdout
 

@@ -1,5 +1,7 @@
 """README and docs: blocks run or say what they need; generated parts agree with the code."""
 
+import importlib.util
+import os
 import re
 import runpy
 import shlex
@@ -155,6 +157,12 @@ def debug_run(tmp_path_factory):
 def test_blocks_run(page, debug_run, tmp_path):
     shell = Shell(tmp_path)
     shutil.copytree(debug_run, shell.folder / "runs")
-    for block in blocks(page):
-        if block.runs():
+    own = [block for block in blocks(page) if block.runs()]
+    harness = [block for block in own if "deltares_jax.lm_eval" in block.text]
+    if importlib.util.find_spec("lm_eval") or os.environ.get("CI"):
+        harness = []
+    for block in own:
+        if block not in harness:
             shell.check(block)
+    if harness:
+        pytest.skip(f"{', '.join(block.place for block in harness)}: lm-eval is not installed")
