@@ -160,8 +160,8 @@ def local_folder(key: str, path: str) -> None:
     """Refuses addresses of buckets, which would become a local folder of that name."""
     if "://" in path:
         raise ValueError(
-            f"{key}={path!r} must be a local folder, a mounted one for example; in buckets (gs://, "
-            "s3://) only prepared data is read"
+            f"{key}={path!r} must be a local folder, a mounted one for example; in buckets are "
+            "prepared data (gs://, s3://) and, by --workdir, runs (gs://) alone"
         )
 
 

@@ -13,6 +13,7 @@ from deltares_jax.parallel import report
 from deltares_jax.training import checkpoint, clock, compare, metrics, run, signals, stall, summary
 from deltares_jax.training import group as group_lib
 from deltares_jax.training import programs as programs_lib
+from deltares_jax.training import remote as remote_lib
 from deltares_jax.training import start as start_lib
 from deltares_jax.training import workdir as workdir_lib
 
@@ -40,7 +41,8 @@ def train(
         folder = workdir_lib.open_workdir(workdir)
         group.check_start(config, folder)
         alone = workdir_lib.locked(folder) if group.index == 0 else contextlib.nullcontext()
-        with alone, signals.StopRequest() as request:
+        mirrored = remote_lib.mirrored(folder, group.index == 0)
+        with alone, mirrored, signals.StopRequest() as request:
             kept = functools.partial(workdir_lib.newest_text, folder)
             request.kept = kept()
             try:

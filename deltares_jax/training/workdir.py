@@ -18,6 +18,7 @@ import jax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config_checks
+from deltares_jax.training import remote
 
 CONFIG = "config.json"
 RUN = "run.json"
@@ -32,12 +33,14 @@ def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
     """The absolute folder of a run, created and tried for writing.
 
     Args:
-      path: of the folder.
+      path: of the folder; at gs:// it is that of its mirror on this machine.
       flag: that gave it, for errors.
 
     Raises:
       ValueError: it is a file, is not writable, or is a checkpoint's folder inside a run.
     """
+    if path.startswith("gs://"):
+        return remote.open_mirror(flag, path)
     config_checks.local_folder(flag, path)
     workdir = pathlib.Path(path).expanduser().absolute()
     for parent in workdir.parents:
@@ -77,10 +80,11 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 
 def steps(workdir: pathlib.Path) -> list[int]:
     """Steps of the complete checkpoints of a run, oldest first."""
-    folder = workdir / CHECKPOINTS
+    folder = remote.home(workdir) / CHECKPOINTS
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    found = [path for path in folder.iterdir() if path.name.isdigit()]
+    return sorted(int(path.name) for path in found if remote.whole(path))
 
 
 def newest_text(workdir: pathlib.Path) -> str:
@@ -105,6 +109,8 @@ def locate(path: str, step: int | None = None) -> tuple[pathlib.Path, int]:
     Raises:
       ValueError: there is no such run or step.
     """
+    if "://" in path:
+        raise ValueError(f"{path} must be a local folder; copy the run from its bucket")
     run = pathlib.Path(path).expanduser().absolute()
     if run.parent.name == CHECKPOINTS and run.name.isdigit():
         if step is not None and step != int(run.name):
@@ -120,7 +126,9 @@ def locate(path: str, step: int | None = None) -> tuple[pathlib.Path, int]:
 
 
 def shown(path: pathlib.Path) -> str:
-    """A path as it is printed: relative where it lies below the current folder."""
+    """A path as it is printed: relative below the current folder; of a bucket its address."""
+    if address := remote.shown(path):
+        return address
     here = pathlib.Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
