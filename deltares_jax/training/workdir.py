@@ -39,7 +39,7 @@ def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
     Raises:
       ValueError: it is a file, is not writable, or is a checkpoint's folder inside a run.
     """
-    if path.startswith("gs://"):
+    if flag == "--workdir" and path.startswith("gs://"):
         return remote.open_mirror(flag, path)
     config_checks.local_folder(flag, path)
     workdir = pathlib.Path(path).expanduser().absolute()
