@@ -8,6 +8,7 @@ it at the start. Orbax writes checkpoints to the bucket itself; one is whole onc
 import contextlib
 import hashlib
 import importlib.util
+import logging
 import os
 import pathlib
 import shutil
@@ -35,6 +36,7 @@ def open_mirror(flag: str, address: str) -> pathlib.Path:
     if importlib.util.find_spec("gcsfs") is None:
         raise ValueError(f"{flag}={address} needs gcsfs: pip install 'deltares-jax[gcs]'")
     os.environ["EPATH_USE_TF"] = "false"
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # else tracebacks of what is tried again
     # TensorStore writes there, too.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
     name = hashlib.sha256(address.encode()).hexdigest()[:16]
