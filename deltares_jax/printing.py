@@ -50,7 +50,7 @@ _silent = False
 
 
 def silence(on: bool) -> None:
-    """Whether `say` prints nothing: of the processes of a run one tells how it goes."""
+    """Whether `say` and `put` print nothing: of the processes of a run one tells how it goes."""
     global _silent
     _silent = on
 
@@ -84,16 +84,24 @@ def need_stdout() -> None:
         raise Stop("stdout is closed, so the result cannot be written", UNEXPECTED)
 
 
-def put(*lines: str) -> None:
-    """Prints what a command was started for.
+def note(line: str) -> None:
+    """Prints a line beside a result, to stderr."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def put(*lines: str, end: str = "\n") -> None:
+    """Prints what a command was started for; by one of its processes.
 
     Raises:
       BrokenPipeError: the reader has left.
       Stop: it cannot be written.
     """
+    if _silent:
+        return
     need_stdout()
     try:
-        print(*lines, sep="\n", flush=True)
+        print(*lines, sep="\n", end=end, flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -18,6 +19,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 import pytest
+from absl import flags
 from ml_collections import ConfigDict
 
 from deltares_jax import config as config_lib
@@ -132,3 +134,22 @@ def run_command(*arguments: str, env: dict[str, str] | None = None, **kwargs):
 @pytest.fixture
 def command():
     return run_command
+
+
+@pytest.fixture
+def in_process(monkeypatch, capsys):
+    """Runs a command without a process of its own: exit code, and what it says on stderr."""
+
+    def run(name: str, *arguments: str):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        try:
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_module(f"deltares_jax.{name}", run_name="__main__")
+        finally:
+            # Its own alone: those of libraries that it was the first to import stay.
+            for flag in list(flags.FLAGS.flags_by_module_dict().get(name, [])):
+                delattr(flags.FLAGS, flag.name)
+            flags.FLAGS.unparse_flags()
+        return ended.value.code, capsys.readouterr().err
+
+    return run

@@ -141,6 +141,25 @@ def open_data(config: FrozenConfigDict) -> Data:
     return opened
 
 
+def open_eval_sets(config: FrozenConfigDict) -> dict[str, Rows]:
+    """The rows of `eval.sets` by name; without any, the validation splits of what it trains on.
+
+    With sets of its own the training data need not be there.
+
+    Raises:
+      ValueError: something is not prepared or damaged, or there is no held-out text.
+    """
+    if config.eval.sets:
+        return _eval_sets(config, {})
+    data = config.data
+    key = "data.mixture" if data.mixture else "data.source"
+    named = names.parse_mixture(data.mixture) or {data.source: 1.0}
+    found = _eval_sets(config, {name: _open(config, key, name) for name in named})
+    if not found:
+        raise ValueError(f"{', '.join(named)} has no validation split; name a set to evaluate on")
+    return found
+
+
 def _all_apart(mixture: str, parts: dict[str, Dataset]) -> None:
     """Refuses one data set by two names, whose rows would come twice an epoch."""
     folders: dict[pathlib.Path, str] = {}

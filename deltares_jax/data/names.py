@@ -37,16 +37,16 @@ def parse_mixture(text: str) -> dict[str, float]:
     return weights
 
 
-def parse_sets(text: str) -> dict[str, tuple[str, str]]:
+def parse_sets(text: str, key: str = "eval.sets") -> dict[str, tuple[str, str]]:
     """`"web=fineweb_edu/sample-10BT,own=/data/own:train"` as {name: (source or folder, split)}.
 
-    The split is `validation` where none is named.
+    The split is `validation` where none is named; `key` gave the text, for errors.
 
     Raises:
       ValueError: the form is another.
     """
     sets = {}
-    for name, value in _pairs("eval.sets", text, "NAME=SOURCE_OR_FOLDER[:SPLIT]"):
+    for name, value in _pairs(key, text, "NAME=SOURCE_OR_FOLDER[:SPLIT]"):
         where, colon, split = value.rpartition(":")
         known = bool(colon) and split in _SPLITS
         sets[name] = (where, split) if known else (value, _SPLITS[1])

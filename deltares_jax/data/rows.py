@@ -134,21 +134,26 @@ class Rows:
     """
 
     def __init__(self, stream: Any, seq_len: int, end_of_text: int, document_masking: bool = True):
-        self._stream, self._T, self._end_of_text = stream, seq_len, end_of_text
+        self._stream, self._T, self.end_of_text = stream, seq_len, end_of_text
         self._masking = document_masking
         self._index = np.arange(seq_len, dtype=np.int32)
 
     def __len__(self) -> int:
         return -(-(len(self._stream) - 1) // self._T)
 
+    @property
+    def num_targets(self) -> int:
+        """Every token but the first, those that begin a document included."""
+        return max(0, len(self._stream) - 1)
+
     def __getitem__(self, row: int) -> Batch:
         T = self._T
         chunk = self._stream[row * T : row * T + T + 1].astype(np.int32)
         real = chunk.size - 1
         if real < T:
-            chunk = np.pad(chunk, (0, T - real), constant_values=self._end_of_text)
+            chunk = np.pad(chunk, (0, T - real), constant_values=self.end_of_text)
         inputs, targets = chunk[:-1], chunk[1:]
-        ends = np.flatnonzero(inputs[:real] == self._end_of_text) if self._masking else _NONE
+        ends = np.flatnonzero(inputs[:real] == self.end_of_text) if self._masking else _NONE
         begins = np.concatenate([[0], ends[ends + 1 < real] + 1, [real] if real < T else _NONE])
         lengths = np.append(begins[1:], T) - begins
         weights = np.ones(T, np.float32)

@@ -50,17 +50,24 @@ def reference(
     q_BTHd: jax.Array, k_BTKd: jax.Array, v_BTKd: jax.Array, segments_BT: jax.Array
 ) -> jax.Array:
     """Plain softmax attention on any platform. Holds [B, H, T, T] in float32 or wider."""
+    return masked(q_BTHd, k_BTKd, v_BTKd, _mask(segments_BT))
+
+
+def masked(
+    q_BTHd: jax.Array, k_BSKd: jax.Array, v_BSKd: jax.Array, mask_BTS: jax.Array
+) -> jax.Array:
+    """Softmax attention [B, T, H, d] of T queries over those of S keys that the mask lets see."""
     B, T, H, d = q_BTHd.shape
-    K = k_BTKd.shape[2]
+    K = k_BSKd.shape[2]
     dtype = statistics_dtype(q_BTHd.dtype)
     q_BTKGd = q_BTHd.reshape(B, T, K, H // K, d)
     logits_BKGTS = jnp.einsum(
-        "btkgd,bskd->bkgts", q_BTKGd, k_BTKd, preferred_element_type=dtype
+        "btkgd,bskd->bkgts", q_BTKGd, k_BSKd, preferred_element_type=dtype
     ) * (d**-0.5)
-    mask_BKGTS = _mask(segments_BT)[:, None, None]
+    mask_BKGTS = mask_BTS[:, None, None]
     logits_BKGTS = jnp.where(mask_BKGTS, logits_BKGTS, jnp.finfo(dtype).min)
-    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BTKd.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BTKd).reshape(B, T, H, d)
+    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKd.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BSKd).reshape(B, T, H, d)
 
 
 @functools.cache

@@ -18,10 +18,11 @@ from jax.ad_checkpoint import checkpoint_name
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import block_rule, block_scan, residual, sources_rule, variants
+from deltares_jax.models.captured import Captured, Observed
 from deltares_jax.models.layers import MLP, Attention, Context, RMSNorm
 
 Params = Any
-Weights = tuple[jax.Array | None, jax.Array | None] | None
+Weights = tuple[Observed, Observed] | None  # of attention and MLP readers
 
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -39,8 +40,7 @@ REMAT_POLICIES = {
 class Layer(nn.Module):
     """One decoder layer: attention and MLP, each reading through the residual seam.
 
-    Scanned over the layers of a block; returns the part of the state that changes, and the routing
-    weights of its two readers where `capture` asks for them.
+    Returns the part of the state that changes, and with `capture` what its two readers do.
     """
 
     config: FrozenConfigDict
@@ -66,20 +66,20 @@ class Layer(nn.Module):
         # of the loop and keep both copies.
         moving, fixed = lax.optimization_barrier((moving, fixed))
         moving = jax.tree.map(lambda x: checkpoint_name(x, "layer_input"), moving)
-        state, captured = moving, []
+        state, captured = moving, list[Any]()
         sublayers: tuple[tuple[str, Callable[[jax.Array], jax.Array]], ...] = (
             ("attn", functools.partial(Attention(cfg, name="attn"), context=context)),
             ("mlp", MLP(cfg, name="mlp")),
         )
         for sublayer, (name, function) in enumerate(sublayers):
             site = residual.Site(block, layer, sublayer, self.per_block)
-            reader = residual.Reader(cfg, name=f"{name}_reader")
+            reader = residual.Reader(cfg, self.capture, name=f"{name}_reader")
             logits_SBT = None if logits is None else logits[sublayer]
-            x_BTD, weights_SBT = reader(residual.join(state, fixed), site, logits_SBT)
+            x_BTD, seen = reader(residual.join(state, fixed), site, logits_SBT)
             y_BTD = function(RMSNorm(cfg.norm_eps, name=f"{name}_norm")(x_BTD))
             y_BTD = nn.with_logical_constraint(y_BTD, ("batch", "length", "embed"))
             state = residual.write(cfg, state, y_BTD, site)
-            captured.append(weights_SBT)
+            captured.append(seen)
         return state, (captured[0], captured[1]) if self.capture else None
 
 
@@ -252,16 +252,17 @@ FORMS: dict[str, Callable[..., tuple[residual.State, Weights]]] = {
 def resolved_form(config: FrozenConfigDict) -> str:
     """The form that `model.scan` names.
 
-    `auto` takes `unrolled`, the fastest; `boundaries` where that program would be too large, and
-    `blocks` for one block without sources. Sources of every sublayer have one rule, `unrolled`.
+    `auto` takes `unrolled`, the fastest; `boundaries` with many blocks, or as many as layers, where
+    that program would be too large; `blocks` for one block without sources. Sources of every
+    sublayer have one rule, `unrolled`.
     """
     grows, per_block = variants.VARIANTS[config.residual.variant].grows, _per_block(config)
     form = str(config.scan)
     if form == "auto":
         if grows != "sublayer" and per_block == config.num_layers:
             return "blocks"
-        scanned = config.num_layers // per_block > MANY_BLOCKS
-        form = "boundaries" if scanned and config.remat == "full" else "unrolled"
+        many = per_block == 1 or config.num_layers // per_block > MANY_BLOCKS
+        form = "boundaries" if many and config.remat == "full" else "unrolled"
     return "unrolled" if form == "boundaries" and grows != "block" else form
 
 
@@ -272,7 +273,7 @@ def run(
     embedding_BTD: jax.Array,
     context: Context,
     capture: bool,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Captured | None]:
     """Runs all layers by the form that `model.scan` names, and the model's last reader.
 
     Args:
@@ -281,11 +282,10 @@ def run(
       last: of the last reader, empty where there is none.
       embedding_BTD: what enters the first layer.
       context: what all layers read.
-      capture: return routing weights, too.
+      capture: return what readers do, too.
 
     Returns:
-      The input [B, T, D] of the final norm; the captured weights, a pair [L, S', B, T] for
-      attention and MLP readers and [S, B, T] for the last reader.
+      The input [B, T, D] of the final norm, and what was captured, else None.
     """
     form, grows = resolved_form(config), variants.VARIANTS[config.residual.variant].grows
     if grows == "sublayer" and form != "blocks" and not capture:
@@ -295,6 +295,6 @@ def run(
         form = "blocks"
     state = residual.start(config, embedding_BTD, listed=form == "unrolled")
     state, weights = FORMS[form](config, params, state, context, capture)
-    reader: Any = residual.FinalReader(config)
-    h_BTD, final_SBT = reader.apply({"params": last}, state)
-    return h_BTD, (weights, final_SBT) if capture else None
+    reader: Any = residual.FinalReader(config, capture)
+    h_BTD, final = reader.apply({"params": last}, state)
+    return h_BTD, Captured(*weights, final, state.sources) if weights else None

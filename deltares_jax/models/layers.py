@@ -24,10 +24,12 @@ class Context(NamedTuple):
     """What every layer reads besides the stream.
 
     rotary: cosine and sine tables, [B, T, 1, d/2] each. segments_BT: document ids.
+    positions_BT: of the tokens in their row, where keys and values are cached.
     """
 
     rotary: tuple[jax.Array, jax.Array]
     segments_BT: jax.Array
+    positions_BT: Any = None
 
 
 def weight(module: nn.Module, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -81,10 +83,25 @@ class Attention(nn.Module):
         q_BTHd = checkpoint_name(attention.rotate(q_BTHd, context.rotary), "projection")
         k_BTKd = checkpoint_name(attention.rotate(k_BTKd, context.rotary), "projection")
         v_BTKd = checkpoint_name(v_BTKd, "projection")
-        out_BTHd = attention.attend(q_BTHd, k_BTKd, v_BTKd, context.segments_BT, cfg.attention)
+        if self.has_variable("cache", "key"):
+            out_BTHd = self._attend_cached(q_BTHd, k_BTKd, v_BTKd, context.positions_BT)
+        else:
+            out_BTHd = attention.attend(q_BTHd, k_BTKd, v_BTKd, context.segments_BT, cfg.attention)
         out_BTHd = checkpoint_name(out_BTHd, "attention")
         out_BTHd = nn.with_logical_constraint(out_BTHd, ("batch", None, "heads", None))
         return jnp.einsum("bthk,hkd->btd", out_BTHd, weight(self, "out", (H, d, D), cfg.dtype))
+
+    def _attend_cached(
+        self, q_BTHd: jax.Array, k_BTKd: jax.Array, v_BTKd: jax.Array, positions_BT: jax.Array
+    ) -> jax.Array:
+        """Attends over what is cached, [B, S, K, d], and adds to it; slot s is position s."""
+        rows_B1 = jnp.arange(q_BTHd.shape[0])[:, None]
+        for name, new_BTKd in (("key", k_BTKd), ("value", v_BTKd)):
+            kept_BSKd: jax.Array = self.get_variable("cache", name)
+            self.put_variable("cache", name, kept_BSKd.at[rows_B1, positions_BT].set(new_BTKd))
+        key_BSKd: jax.Array = self.get_variable("cache", "key")
+        seen_BTS = jnp.arange(key_BSKd.shape[1])[None, None] <= positions_BT[..., None]
+        return attention.masked(q_BTHd, key_BSKd, self.get_variable("cache", "value"), seen_BTS)
 
 
 class MLP(nn.Module):

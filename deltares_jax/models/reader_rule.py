@@ -1,10 +1,10 @@
-"""Readers of a growing list of sources: their mix, and the gradients of mix and sources by formula.
+"""Readers of a growing list of sources, and their mix.
 
 The sources lie in a buffer. A layer has two readers; both go over what was written before the layer
 in one pass, and join what the layer itself makes, the null source and the running stream one by one
 (an online softmax, as flash attention over the depth).
 
-B batch, T sequence, D width, S slots, R readers, K sources that a pass looks at.
+B batch, T sequence, D width, S slots, R readers.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import routing_loops, variants
-from deltares_jax.models.routing_ops import logits_of_readers, statistics_dtype
+from deltares_jax.models.routing_ops import logits_of_readers
 
 Params = Any
 
@@ -172,59 +172,3 @@ def mix_of(part: Part, count: Any) -> jax.Array:
 def source_logit(value_BTD: jax.Array, reader: Readers, eps: float) -> jax.Array:
     """The logit [B, T] of the one reader that `reader` holds on one source."""
     return logits_of_readers(value_BTD[None], reader.query_RD, reader.gain_RD, eps)[0, 0]
-
-
-def gather(
-    ops: Any,
-    buffer_SBTD: jax.Array,
-    values_KBTD: jax.Array,
-    sees_RK: jax.Array,
-    span: tuple[Any, Any],
-    readers: Readers,
-    stats: Stats,
-    count_R: np.ndarray,
-    c_RBT: jax.Array,
-    eps: float,
-    centered: bool,
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Gradients of sources from the readers whose gradients lie in the buffer, reader j in j + 1.
-
-    Args:
-      ops: routing_loops or routing_kernels, whose `mix_and_dot` is used.
-      buffer_SBTD: gradients of the mixes of the readers for which `sees_RK` holds.
-      values_KBTD: the sources.
-      sees_RK: which reader sees which of them.
-      span: the first slot of such gradients, and the last plus 1.
-      readers: parameters of all readers.
-      stats: of all readers.
-      count_R: how many sources a reader has.
-      c_RBT: d_mix · the mix of the softmax, of the same readers.
-      eps: the epsilon of the key norm.
-      centered: whether the factors are the weights minus 1/S.
-
-    Returns:
-      The gradients [B, T, D] of each, and those of queries and gains, [R, D].
-    """
-
-    def logits(values_KBTD: jax.Array, query_RD: jax.Array, gain_RD: jax.Array) -> jax.Array:
-        return logits_of_readers(values_KBTD, query_RD, gain_RD, eps)
-
-    wide_KBTD = values_KBTD.astype(statistics_dtype(values_KBTD.dtype))
-    logits_RKBT, pull = jax.vjp(logits, wide_KBTD, readers.query_RD, readers.gain_RD)
-    masked_RKBT = jnp.where(sees_RK[..., None, None], logits_RKBT, -jnp.inf)
-    top_R1BT, sum_R1BT = stats.top_RBT[:, None], stats.sum_RBT[:, None]
-    count_R111 = jnp.asarray(count_R)[:, None, None, None]
-    u_RKBT = jnp.exp(masked_RKBT - top_R1BT)
-    weights_RKBT = factors_RKBT = u_RKBT / sum_R1BT
-    if centered:
-        count = jnp.maximum(count_R111, 1).astype(u_RKBT.dtype)
-        factors_RKBT = (count * u_RKBT - sum_R1BT) / (count * sum_R1BT)
-        factors_RKBT = jnp.where(sees_RK[..., None, None], factors_RKBT, 0.0)
-    factors_KSBT = jnp.pad(jnp.swapaxes(factors_RKBT, 0, 1), ((0, 0), (1, 0), (0, 0), (0, 0)))
-    mixed, dots_KSBT = ops.mix_and_dot(buffer_SBTD, factors_KSBT, values_KBTD, span)
-    d_factors_RKBT = jnp.swapaxes(dots_KSBT[:, 1:], 0, 1)
-    d_logits_RKBT = weights_RKBT * (d_factors_RKBT - c_RBT[:, None])
-    d_logits_RKBT = jnp.where(sees_RK[..., None, None] & (count_R111 > 1), d_logits_RKBT, 0.0)
-    d_values_KBTD, d_query_RD, d_gain_RD = pull(d_logits_RKBT)
-    d_values = [m + d for m, d in zip(mixed, d_values_KBTD, strict=True)]
-    return [d.astype(values_KBTD.dtype) for d in d_values], d_query_RD, d_gain_RD

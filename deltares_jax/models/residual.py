@@ -16,13 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax.models import variants
-from deltares_jax.models.routing_ops import (
-    Sources,
-    logits_of_readers,
-    route,
-    statistics_dtype,
-)
+from deltares_jax.models import captured, variants
+from deltares_jax.models.routing_ops import Sources, logits_of_readers, route, statistics_dtype
 
 _GATE_START = {"scalar": -2.0, "alpha": 0.0}
 
@@ -212,11 +207,15 @@ def sublayer_input(
     """
     if _row(config).routing == "replace":
         return mix_BTD.astype(config.dtype)
-    if gate is not None:
-        mix_BTD *= nn.sigmoid(gate) if config.residual.gate == "scalar" else gate
-    x_BTD = stream_BTD.astype(mix_BTD.dtype) + mix_BTD
     # Made once: the compiler would fuse the mix into each matmul that reads it.
+    x_BTD = stream_BTD.astype(mix_BTD.dtype) + _gated(config, mix_BTD, gate)
     return lax.optimization_barrier(x_BTD.astype(config.dtype))
+
+
+def _gated(config: FrozenConfigDict, mix_BTD: jax.Array, gate: Any) -> jax.Array:
+    if gate is None:
+        return mix_BTD
+    return mix_BTD * (nn.sigmoid(gate) if config.residual.gate == "scalar" else gate)
 
 
 class _Routing(nn.Module):
@@ -230,7 +229,7 @@ class _Routing(nn.Module):
     centered: bool
 
     @nn.compact
-    def __call__(self, groups: list[Sources]) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, groups: list[Sources], stream: Any) -> tuple[jax.Array, jax.Array]:
         cfg = self.config
         dtype = statistics_dtype(cfg.dtype)
         query_D = self.param("query", nn.initializers.zeros, (cfg.width,), dtype)
@@ -238,58 +237,64 @@ class _Routing(nn.Module):
         if self.null_source:
             null_D = self.param("null_source", nn.initializers.zeros, (cfg.width,), dtype)
             groups = [Sources(null_D[None, None, None], jnp.ones(1, bool)), *groups]
+        if self.has_variable("params", captured.KEEP):
+            keep: Any = self.get_variable("params", captured.KEEP)
+            groups = captured.left(cfg, keep, groups, stream)
         return route(groups, query_D, gain_D, cfg.norm_eps, self.centered)
 
 
 class Reader(nn.Module):
     """Reads the input of one sublayer from the state.
 
-    Returns x [B, T, D] in the compute dtype, and the weights over (null source, every slot,
-    stream) as [S', B, T], 0 where the reader has no such source; None for the baseline.
+    Returns x [B, T, D] in the compute dtype, and with `capture` what is observed.
     """
 
     config: FrozenConfigDict
+    capture: bool = False
 
     @nn.compact
     def __call__(
         self, state: State, site: Site, logits_SBT: Any = None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, captured.Observed | None]:
         """Reads at `site`, with the logits over the slots where `block_logits` made them."""
         cfg, row = self.config, _row(self.config)
         stream_BTD, sources = state
         if row.routing == "none":
-            return stream_BTD, None
+            return stream_BTD, captured.observe(None, stream_BTD, None) if self.capture else None
         groups, used = _groups(sources, variants.visible_slots(row, *site), logits_SBT)
         if row.live != "never":
             live = jnp.asarray(variants.sees_stream(row, site.layer, site.sublayer)).reshape(1)
             groups.append(Sources(stream_BTD[None], live))
         residual = cfg.residual
         routing = _Routing(cfg, residual.null_source, residual.centered, name="routing")
-        mix_BTD, weights_SBT = routing(groups)
-        head, tail = jnp.split(weights_SBT, [int(residual.null_source) + used])
-        unread = _num_slots(cfg) - used
-        unread_SBT = jnp.zeros((unread, *weights_SBT.shape[1:]), weights_SBT.dtype)
-        weights_SBT = jnp.concatenate([head, unread_SBT, tail])
+        mix_BTD, weights_SBT = routing(groups, stream_BTD)
         gate = None
         if row.routing == "add" and cfg.residual.gate != "none":
             start = nn.initializers.constant(_GATE_START[cfg.residual.gate])
             gate = self.param("gate", start, (), mix_BTD.dtype)
-        return sublayer_input(cfg, stream_BTD, mix_BTD, gate), weights_SBT
+        x_BTD = sublayer_input(cfg, stream_BTD, mix_BTD, gate)
+        if not self.capture:
+            return x_BTD, None
+        later = (int(residual.null_source) + used, _num_slots(cfg) - used)
+        weights_SBT = captured.widen(weights_SBT, *later)
+        return x_BTD, captured.observe(weights_SBT, stream_BTD, _gated(cfg, mix_BTD, gate))
 
 
 class FinalReader(nn.Module):
     """The input of the final norm: the stream, or the last read over all sources.
 
-    Returns h [B, T, D] and the weights over all slots, or None where there is no last read.
+    Returns h [B, T, D], and with `capture` what is observed of a last read, if there is one.
     """
 
     config: FrozenConfigDict
+    capture: bool = False
 
     @nn.compact
-    def __call__(self, state: State) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(self, state: State) -> tuple[jax.Array, captured.Observed | None]:
         """Reads after the last block is closed."""
         if not _row(self.config).final_read:
             return state.stream_BTD, None
         groups, _ = _groups(state.sources, _num_slots(self.config))
-        mix_BTD, weights_SBT = _Routing(self.config, False, False, name="routing")(groups)
-        return mix_BTD.astype(self.config.dtype), weights_SBT
+        mix_BTD, weights_SBT = _Routing(self.config, False, False, name="routing")(groups, None)
+        seen = captured.observe(weights_SBT, None, mix_BTD) if self.capture else None
+        return mix_BTD.astype(self.config.dtype), seen

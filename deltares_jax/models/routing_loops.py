@@ -3,7 +3,7 @@
 Only the slots of a span are read, each once for all readers of the pass, and nothing of the size of
 the buffer is made. Sums are in the statistics dtype, in the order of the slots.
 
-B batch, T sequence, D width, S slots, R readers.
+B batch, T sequence, D width, S slots, R readers, K sources whose gradients are gathered.
 """
 
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from deltares_jax.models.routing_ops import statistics_dtype
+from deltares_jax.models.routing_ops import logits_of_readers, statistics_dtype
 
 Span = tuple[Any, Any]
 
@@ -33,6 +34,13 @@ def _sum_over_width(products: jax.Array) -> jax.Array:
     # As a matmul: on CPU a sum along the last axis runs without vector instructions.
     ones_D = jnp.ones(products.shape[-1:], products.dtype)
     return jnp.einsum("...d,d->...", products, ones_D, precision=lax.Precision.HIGHEST)
+
+
+def put(buffer_SBTD: jax.Array, values: list[jax.Array], slot: Any) -> jax.Array:
+    """Writes values, [B, T, D] each in the dtype of the buffer, from a slot on."""
+    for k, value_BTD in enumerate(values):
+        buffer_SBTD = lax.dynamic_update_index_in_dim(buffer_SBTD, value_BTD, slot + k, 0)
+    return buffer_SBTD
 
 
 def read(
@@ -93,6 +101,64 @@ def mix(buffer_SBTD: jax.Array, factors_RSBT: jax.Array, span: Span) -> list[jax
         return _add(mixes, factors_RSBT, _slot(buffer_SBTD, slot), slot)
 
     return list(lax.fori_loop(*span, body, _zeros(buffer_SBTD, len(factors_RSBT))))
+
+
+def gather(
+    buffer_SBTD: jax.Array,
+    slot: Any,
+    count: int,
+    direction_RD: jax.Array,
+    end_R: np.ndarray,
+    count_R: np.ndarray,
+    stats: tuple[jax.Array, jax.Array, jax.Array],
+    eps: float,
+    centered: bool,
+) -> tuple[list[jax.Array], jax.Array]:
+    """Gradients of sources from those of later readers.
+
+    Args:
+      buffer_SBTD: sources up to slot + K − 1, then the gradients of mixes, reader j's in slot
+        j + 1.
+      slot: the first of the sources.
+      count: K.
+      direction_RD: query times gain of all readers.
+      end_R: the slot where a reader's view ends.
+      count_R: how many sources a reader has.
+      stats: the readers' top logits, Σ exp(logit − top), and d_mix · the mix of the softmax,
+        [R, B, T] each.
+      eps: the epsilon of the key norm.
+      centered: whether the factors are the weights minus 1/S.
+
+    Returns:
+      The gradients [B, T, D] of the sources, in their dtype, and of `direction_RD`.
+    """
+
+    def logits(values_KBTD: jax.Array, direction_RD: jax.Array) -> jax.Array:
+        return logits_of_readers(values_KBTD, direction_RD, jnp.ones_like(direction_RD), eps)
+
+    values_KBTD = lax.dynamic_slice_in_dim(buffer_SBTD, slot, count)
+    reader_R1, slot_1K = jnp.arange(len(end_R))[:, None], slot + jnp.arange(count)[None]
+    sees_RK11 = (slot_1K < jnp.asarray(end_R)[:, None]) & (reader_R1 + 1 >= slot + count)
+    sees_RK11 = sees_RK11[..., None, None]
+    wide_KBTD = values_KBTD.astype(statistics_dtype(values_KBTD.dtype))
+    logits_RKBT, pull = jax.vjp(logits, wide_KBTD, direction_RD.astype(wide_KBTD.dtype))
+    top_R1BT, sum_R1BT, c_R1BT = (stat_RBT[:, None] for stat_RBT in stats)
+    count_R111 = jnp.asarray(count_R)[:, None, None, None]
+    u_RKBT = jnp.exp(jnp.where(sees_RK11, logits_RKBT, -jnp.inf) - top_R1BT)
+    weights_RKBT = factors_RKBT = u_RKBT / sum_R1BT
+    if centered:
+        sources = jnp.maximum(count_R111, 1).astype(u_RKBT.dtype)
+        factors_RKBT = (sources * u_RKBT - sum_R1BT) / (sources * sum_R1BT)
+        factors_RKBT = jnp.where(sees_RK11, factors_RKBT, 0.0)
+    factors_KSBT = jnp.pad(jnp.swapaxes(factors_RKBT, 0, 1), ((0, 0), (1, 0), (0, 0), (0, 0)))
+    span = (slot + count, len(buffer_SBTD))
+    mixed, dots_KSBT = mix_and_dot(buffer_SBTD, factors_KSBT, values_KBTD, span)
+    d_factors_RKBT = jnp.swapaxes(dots_KSBT[:, 1:], 0, 1)
+    d_logits_RKBT = weights_RKBT * (d_factors_RKBT - c_R1BT)
+    d_logits_RKBT = jnp.where(sees_RK11 & (count_R111 > 1), d_logits_RKBT, 0.0)
+    d_values_KBTD, d_direction_RD = pull(d_logits_RKBT)
+    d_values = [m + d for m, d in zip(mixed, d_values_KBTD, strict=True)]
+    return [d.astype(values_KBTD.dtype) for d in d_values], d_direction_RD
 
 
 def mix_and_dot(

@@ -52,8 +52,23 @@ class Passes:
     def empty_buffer(self, embedding_BTD: jax.Array) -> jax.Array:
         """The buffer [S, B, T, D] with the embedding in its first slot."""
         shape = (1 + len(self.view.end_R), *embedding_BTD.shape)
-        buffer = lax.empty(shape, embedding_BTD.dtype)
-        return lax.dynamic_update_index_in_dim(buffer, embedding_BTD, 0, 0)
+        return self.put(lax.empty(shape, embedding_BTD.dtype), [embedding_BTD], 0)
+
+    def put(self, buffer: jax.Array, values: list[jax.Array], slot: Any) -> jax.Array:
+        """Writes values, [B, T, D] each, from a slot on."""
+        buffer = self.ops.put(buffer, [value.astype(buffer.dtype) for value in values], slot)
+        return nn.with_logical_constraint(buffer, (None, "batch", "length", "embed"))
+
+    def slot(self, buffer: jax.Array, slot: Any) -> jax.Array:
+        """What a slot holds, [B, T, D]."""
+        return lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)
+
+    def sum(self, buffer: jax.Array, end: int) -> jax.Array:
+        """The sum of the slots before `end`, [B, T, D]: that is the mix of equal logits."""
+        direction = jnp.zeros((1, buffer.shape[-1]), self.wide)
+        mixes, *_ = self.ops.read(buffer, direction, (0, end), jnp.array([end]), self.eps, False)
+        total: jax.Array = mixes[0]
+        return total
 
     def empty_table(self, buffer: jax.Array) -> Any:
         """Where the logits of all readers on all slots go, [S, R, B, T]; None if not wanted."""
@@ -117,27 +132,25 @@ class Passes:
         return reader_rule.sum_up(buffer, logits, sees, span, centered)
 
     def gather(
-        self, buffer: Any, values: Any, slot: Any, readers: Readers, stats: Stats, back: Back
+        self, buffer: Any, slot: Any, count: int, readers: Readers, stats: Stats, back: Back
     ) -> tuple[list[jax.Array], Back]:
-        """Gradients of the sources from `slot` on, from the readers of later layers."""
-        number = jnp.arange(len(self.view.end_R))
-        sees = reader_rule.sees(self.view, number, slot + jnp.arange(len(values)))
-        sees &= (number + 1 >= slot + len(values))[:, None]
-        d_values, d_query, d_gain = reader_rule.gather(
-            self.ops,
+        """Gradients of `count` sources from `slot` on, from the readers of later layers."""
+        query_RD, gain_RD = (p.astype(self.wide) for p in (readers.query_RD, readers.gain_RD))
+        d_values, d_direction_RD = self.ops.gather(
             buffer,
-            values,
-            sees,
-            (slot + len(values), len(buffer)),
-            readers,
-            stats,
+            slot,
+            count,
+            query_RD * gain_RD,
+            self.view.end_R,
             self.view.count_R,
-            back.c_RBT,
+            (*stats, back.c_RBT),
             self.eps,
             self.centered,
         )
+        d_query, d_gain = back.d_readers.query_RD, back.d_readers.gain_RD
         d_readers = back.d_readers._replace(
-            query_RD=back.d_readers.query_RD + d_query, gain_RD=back.d_readers.gain_RD + d_gain
+            query_RD=d_query + (d_direction_RD * gain_RD).astype(d_query.dtype),
+            gain_RD=d_gain + (d_direction_RD * query_RD).astype(d_gain.dtype),
         )
         # Added up here and now: their parts would be kept until they are read.
         return lax.optimization_barrier(d_values), back._replace(d_readers=d_readers)

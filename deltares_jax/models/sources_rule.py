@@ -20,7 +20,6 @@ B batch, T sequence, D width, L layers, S slots, R readers.
 
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -76,18 +75,6 @@ def run(
     return result
 
 
-def _pin(buffer_SBTD: jax.Array) -> jax.Array:
-    return nn.with_logical_constraint(buffer_SBTD, (None, "batch", "length", "embed"))
-
-
-def _put(buffer_SBTD: jax.Array, values: list[jax.Array], slot: Any) -> jax.Array:
-    """Writes values, [B, T, D] each, from a slot on."""
-    for k, value_BTD in enumerate(values):
-        value_BTD = value_BTD.astype(buffer_SBTD.dtype)
-        buffer_SBTD = lax.dynamic_update_index_in_dim(buffer_SBTD, value_BTD, slot + k, 0)
-    return _pin(buffer_SBTD)
-
-
 def _stack(*parts: jax.Array) -> jax.Array:
     return jnp.stack(parts)
 
@@ -110,7 +97,7 @@ class _Depth:
     ) -> tuple[jax.Array, Any]:
         """The input of the final norm, and what the backward pass reads."""
         L, G = self.config.num_layers, self.group
-        buffer = _pin(self.passes.empty_buffer(embedding_BTD))
+        buffer = self.passes.empty_buffer(embedding_BTD)
         table = self.passes.append(self.passes.empty_table(buffer), embedding_BTD[None], readers, 0)
         stream = None if self.row.stream == "discard" else embedding_BTD
 
@@ -135,7 +122,7 @@ class _Depth:
             buffer, made = lax.optimization_barrier((buffer, made))
             for place, value in enumerate(made):
                 table = self.passes.append(table, value[None], readers, 1 + first + place)
-            buffer = _put(buffer, made, 1 + first)
+            buffer = self.passes.put(buffer, made, 1 + first)
             return (buffer, table, stream), (jax.tree.map(_stack, *stats), kept)
 
         xs = (self._groups(sublayers), 2 * G * jnp.arange(L // G))
@@ -154,14 +141,14 @@ class _Depth:
         sublayers, readers, context, (buffer, stats, kept) = residuals
         L, G = self.config.num_layers, self.group
         table = self.passes.table_of(buffer, readers)
-        stream = jnp.sum(buffer[: 1 + 2 * L].astype(self.wide), axis=0) if self.summed else None
+        stream = self.passes.sum(buffer, 1 + 2 * L) if self.summed else None
         d_stream = None if self.row.stream == "discard" else d_out_BTD
         back = Back(jnp.zeros_like(stats.top_RBT), jax.tree.map(jnp.zeros_like, readers))
         if self.row.final_read:
             mix = reader_rule.mix_of(self.passes.last_part(buffer, table, readers), 1)
             c_BT = jnp.sum(mix * d_out_BTD.astype(self.wide), axis=-1)
             back = back._replace(c_RBT=back.c_RBT.at[-1].set(c_BT))
-            buffer = _pin(buffer.at[-1].set(d_out_BTD.astype(buffer.dtype)))
+            buffer = self.passes.put(buffer, [d_out_BTD], len(buffer) - 1)
             d_stream = None if d_stream is None else jnp.zeros_like(d_stream)
 
         def body(carry: Any, xs: Any) -> tuple[Any, Params]:
@@ -174,9 +161,8 @@ class _Depth:
                 number, k, layer = first + place, place % 2, place // 2
                 kind, slot = variants.SUBLAYERS[k], 1 + number - k
                 if k == 1:
-                    two = lax.dynamic_slice_in_dim(buffer, slot, 2)
-                    d_values, back = self.passes.gather(buffer, two, slot, readers, stats, back)
-                    values = [*lax.dynamic_slice_in_dim(buffer, 1 + first, place - 1), *two]
+                    d_values, back = self.passes.gather(buffer, slot, 2, readers, stats, back)
+                    values = [self.passes.slot(buffer, 1 + first + k) for k in range(place + 1)]
                 before, here = self._split(values[:place], place)
                 reader, here = readers.at(number, 1), [v.astype(self.wide) for v in here]
                 part = self._join(number, parts[place], reader, before)
@@ -202,7 +188,7 @@ class _Depth:
                 if k == 0:
                     done = (buffer, stream, d_mixes[place : place + 2])
                     buffer, stream, mixes = lax.optimization_barrier(done)
-                    buffer = _put(buffer, mixes, slot)
+                    buffer = self.passes.put(buffer, mixes, slot)
             d_stream = None if d_stream is None else d_stream.astype(self.config.dtype)
             return (buffer, stream, d_stream, back), jax.tree.map(_stack, *d_params)
 
@@ -211,7 +197,7 @@ class _Depth:
         (buffer, _, d_stream, back), d_layers = lax.scan(body, carry, xs, reverse=True)
         d_embedding = jnp.zeros((), self.wide) if d_stream is None else d_stream
         if self.row.seeded:
-            d_first, back = self.passes.gather(buffer, buffer[:1], 0, readers, stats, back)
+            d_first, back = self.passes.gather(buffer, 0, 1, readers, stats, back)
             d_embedding += d_first[0]
         d_layers = jax.tree.map(lambda d, p: d.reshape(p.shape), d_layers, sublayers)
         return d_layers, back.d_readers, d_embedding.astype(buffer.dtype), None
@@ -287,7 +273,7 @@ class _Depth:
         if self.summed:
             before = after - values[place].astype(after.dtype)
             return before.astype(buffer.dtype), before
-        return lax.dynamic_index_in_dim(buffer, slot - 1 + place, 0, keepdims=False), None
+        return self.passes.slot(buffer, slot - 1 + place), None
 
 
 def _layer(group: Params, whole: Params, layer: int) -> Params:

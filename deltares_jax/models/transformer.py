@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax.models import attention, depth, residual, variants
+from deltares_jax.models.captured import Captured
 from deltares_jax.models.layers import INIT, Context, RMSNorm
 from deltares_jax.models.routing_ops import statistics_dtype
 
@@ -21,12 +22,24 @@ class Output(NamedTuple):
     """What the model returns.
 
     hidden_BTD: normed hidden states, to be multiplied with `head`.
-    routing: weights of the readers ([L, S', B, T] for attention and for MLP, [S, B, T] for the
-      last read), None where not captured or not there.
+    routing: what its readers do; None where not captured.
     """
 
     hidden_BTD: jax.Array
-    routing: Any
+    routing: Captured | None
+
+
+def embed(config: FrozenConfigDict, embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """What enters the first layer, [B, T, D] in the compute dtype."""
+    # A device looks its columns up for the rows of all devices that hold other columns; what
+    # is exchanged then is h, not the table. The cast comes after the lookup, so that gradients
+    # of equal tokens add up in float32.
+    ids_BT = nn.with_logical_constraint(tokens_BT, ("rows", None))
+    table_VD = nn.with_logical_constraint(embedding_VD, ("tokens", "columns"))
+    h_BTD = jnp.take(table_VD, ids_BT, axis=0).astype(config.dtype)
+    h_BTD = nn.with_logical_constraint(h_BTD, ("rows", None, "columns"))
+    h_BTD = nn.with_logical_constraint(h_BTD, ("rows", "length", "width"))
+    return nn.with_logical_constraint(h_BTD, ("batch", "length", "embed"))
 
 
 class Transformer(nn.Module):
@@ -48,32 +61,25 @@ class Transformer(nn.Module):
           tokens_BT: ids below V.
           positions_BT: position of each token in its document.
           segments_BT: document of each token; tokens see their own document alone.
-          capture: return routing weights, too.
+          capture: return what its readers do, too.
         """
         cfg = self.config
         dtype = statistics_dtype(cfg.dtype)
         embedding_VD = self.param("embedding", INIT, (cfg.vocab_size, cfg.width), dtype)
         if not cfg.tied:
             self.param("head", INIT, (cfg.vocab_size, cfg.width), dtype)
-        # A device looks its columns up for the rows of all devices that hold other columns; what
-        # is exchanged then is h, not the table. The cast comes after the lookup, so that gradients
-        # of equal tokens add up in float32.
-        ids_BT = nn.with_logical_constraint(tokens_BT, ("rows", None))
-        table_VD = nn.with_logical_constraint(embedding_VD, ("tokens", "columns"))
-        h_BTD = jnp.take(table_VD, ids_BT, axis=0).astype(cfg.dtype)
-        h_BTD = nn.with_logical_constraint(h_BTD, ("rows", None, "columns"))
-        h_BTD = nn.with_logical_constraint(h_BTD, ("rows", "length", "width"))
-        h_BTD = nn.with_logical_constraint(h_BTD, ("batch", "length", "embed"))
+        h_BTD = embed(cfg, embedding_VD, tokens_BT)
         rotary = attention.rotary_tables(positions_BT, cfg.head_dim, cfg.rope_theta, dtype)
         context = Context(rotary, segments_BT)
         state = residual.start(cfg, h_BTD)
-        params = self.param("layers", depth.init_layers, cfg, state, 0, None, 0, None, context)
         routing = None
         if self.is_initializing():  # initial values need no depth
+            self.param("layers", depth.init_layers, cfg, state, 0, None, 0, None, context)
             h_BTD = residual.FinalReader(cfg, name="final_reader")(state)[0]
         else:
-            last = self.variables["params"].get("final_reader", {})
-            h_BTD, routing = depth.run(cfg, params, last, h_BTD, context, capture)
+            params = self.variables["params"]
+            last = params.get("final_reader", {})
+            h_BTD, routing = depth.run(cfg, params["layers"], last, h_BTD, context, capture)
         return Output(RMSNorm(cfg.norm_eps, name="final_norm")(h_BTD), routing)
 
 
@@ -101,13 +107,12 @@ def routing_by_reader(config: FrozenConfigDict, routing: Any) -> dict[str, Any]:
     names = variants.source_names(name, config.num_layers, num_blocks, config.residual.null_source)
     slots = variants.slot_names(name, config.num_layers, num_blocks)
     order = ["null"] * config.residual.null_source + slots + ["stream"]
-    per_layer, final_SBT = routing
     result = {}
     for reader, sources in names.items():
         if reader == "final":
-            result[reader] = final_SBT
+            result[reader] = routing.final.weights_SBT
             continue
         _, number, kind = reader.split(".")
-        weights_SBT = per_layer[variants.SUBLAYERS.index(kind)][int(number)]
+        weights_SBT = getattr(routing, kind).weights_SBT[int(number)]
         result[reader] = weights_SBT[jnp.array([order.index(source) for source in sources])]
     return result

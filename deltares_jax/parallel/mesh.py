@@ -75,10 +75,15 @@ def check_fits(config: FrozenConfigDict, shape: dict[str, int]) -> None:
                 f"{text} must be a multiple of the {parts} data-parallel devices "
                 f"(replica × data × fsdp); nearest: {near}"
             )
-    _check_cuts(config, shape)
+    check_cuts(config, shape)
 
 
-def _check_cuts(config: FrozenConfigDict, shape: dict[str, int]) -> None:
+def check_cuts(config: FrozenConfigDict, shape: dict[str, int]) -> None:
+    """Refuses a model dimension that the mesh does not divide.
+
+    Raises:
+      ValueError: names the key, its value and the axis.
+    """
     model, devices = config.model, math.prod(shape.values())
     cut = {
         "model.num_kv_heads": model.num_kv_heads,

@@ -11,6 +11,8 @@
 """
 
 import contextlib
+import errno
+import math
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +22,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from deltares_jax import config_resume
 from deltares_jax.training import named_arrays, remote
 from deltares_jax.training import workdir as workdir_lib
 
@@ -50,7 +53,8 @@ def kept(
       losses: held-out loss by step, where it is known.
     """
     steps = sorted(steps)
-    known = sorted((s for s in steps if s in losses), key=lambda s: (losses[s], -s))
+    known = [s for s in steps if math.isfinite(losses.get(s, math.nan))]
+    known.sort(key=lambda s: (losses[s], -s))
     every = {s for s in steps if period and s % period == 0}
     return {*steps[-keep:], *every, *known[:best]}
 
@@ -182,6 +186,8 @@ class Checkpointer:
                 f"{self.folder / str(step)} is of format {version}, this version reads "
                 f"{META_VERSION}"
             )
+        with self._reading(step):
+            meta["config"] = config_resume.completed(meta["config"])
         return meta
 
     def arrays(self, step: int) -> dict[str, str]:
@@ -205,6 +211,7 @@ class Checkpointer:
         Raises:
           ValueError: the step holds other arrays.
           DamagedError: it cannot be read, or its bits are not those that were saved.
+          PermissionError: this user may not read it.
         """
         saved, asked = self.arrays(step), named_arrays.shapes(wanted)
         fields = {name.split("/")[0] for name in asked}
@@ -258,10 +265,13 @@ class Checkpointer:
     def _reading(self, step: int) -> Iterator[None]:
         try:
             yield
-        except (jax.errors.JaxRuntimeError, PermissionError):  # no fault of what was saved
-            raise
+        except (jax.errors.JaxRuntimeError, PermissionError, MemoryError):
+            raise  # no fault of what was saved
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0][:120]
+            if first.startswith("PERMISSION_DENIED"):  # by TensorStore
+                path = str(self.folder / str(step))
+                raise PermissionError(errno.EACCES, "Permission denied", path) from error
             raise DamagedError(
                 f"{self.folder / str(step)} is damaged ({type(error).__name__}: {first})"
             ) from error

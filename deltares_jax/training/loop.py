@@ -10,7 +10,17 @@ from ml_collections.config_dict.config_dict import FrozenConfigDict
 from deltares_jax.data import dataset
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import report
-from deltares_jax.training import checkpoint, clock, compare, metrics, run, signals, stall, summary
+from deltares_jax.training import (
+    checkpoint,
+    clock,
+    compare,
+    metrics,
+    probes,
+    run,
+    signals,
+    stall,
+    summary,
+)
 from deltares_jax.training import group as group_lib
 from deltares_jax.training import programs as programs_lib
 from deltares_jax.training import remote as remote_lib
@@ -42,9 +52,13 @@ def train(
         group.check_start(config, folder)
         alone = workdir_lib.locked(folder) if group.index == 0 else contextlib.nullcontext()
         mirrored = remote_lib.mirrored(folder, group.index == 0)
-        with alone, mirrored, signals.StopRequest() as request:
-            kept = functools.partial(workdir_lib.newest_text, folder)
-            request.kept = kept()
+        kept = functools.partial(workdir_lib.newest_text, folder)
+        with (
+            workdir_lib.faults(folder),
+            alone,
+            mirrored,
+            signals.StopRequest(kept) as request,
+        ):
             try:
                 return _train(config, folder, recipe, devices, request, group, time)
             except checkpoint.SaveError as error:
@@ -128,13 +142,18 @@ def _train(
             f"one step needs {report.human_bytes(programs.peak_bytes)} a device"
         )
 
+        probe = None
+        if config.metrics.routing_every and data.steps_left(0, config.train.batch_size) >= 1:
+            make = functools.partial(probes.Probe, config, mesh, programs, data)
+            probe = request.while_waiting(make)
+            metrics.say(probe.cost(state.params))
         if start.run and not start.step:
             line = functools.partial(compare.line, config, mesh, programs, state.params, data)
             metrics.say(request.while_waiting(line))
 
         # 6. Steps.
         watchdog = stall.Watchdog(folder, config.train.stall_factor, group.index)
-        tools = run.Tools(request, checkpoints, writer, programs, time, watchdog)
+        tools = run.Tools(request, checkpoints, writer, programs, time, watchdog, probe)
         with (
             contextlib.closing(watchdog),
             contextlib.closing(run.Run(config, data, start, tools)) as going,

@@ -4,7 +4,7 @@ B batch, T sequence, D width, V vocabulary, P devices along the vocabulary, C ch
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -54,6 +54,21 @@ def _split_head(head_VD: jax.Array, P: int, C: int, v: int) -> tuple[jax.Array, 
     )
 
 
+def _chunk_logits(
+    hidden_PBTD: jax.Array, head_PvD: jax.Array, id_Pv: jax.Array, V: int, dtype: Any
+) -> jax.Array:
+    """The logits of a chunk; the lowest number for rows that fill up."""
+    head_PvD = nn.with_logical_constraint(head_PvD, ("vocab", None, "embed"))
+    logits_PBTv = jnp.einsum("pbtd,pvd->pbtv", hidden_PBTD, head_PvD, preferred_element_type=dtype)
+    return jnp.where(id_Pv[:, None, None] < V, logits_PBTv, jnp.finfo(dtype).min)
+
+
+def _target_logits(logits_PBTv: jax.Array, id_Pv: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """The targets' logits where the chunk holds them, else 0."""
+    hit_PBTv = id_Pv[:, None, None] == targets_BT[None, ..., None]
+    return jnp.sum(jnp.where(hit_PBTv, logits_PBTv, 0.0), axis=-1)
+
+
 def cross_entropy_sums(
     hidden_BTD: jax.Array,
     head_VD: jax.Array,
@@ -90,18 +105,11 @@ def cross_entropy_sums(
     def chunk(
         hidden_PBTD: jax.Array, head_PvD: jax.Array, id_Pv: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        head_PvD = nn.with_logical_constraint(head_PvD, ("vocab", None, "embed"))
-        logits_PBTv = jnp.einsum(
-            "pbtd,pvd->pbtv",
-            hidden_PBTD.astype(compute_dtype),
-            head_PvD,
-            preferred_element_type=dtype,
+        hidden_PBTD = hidden_PBTD.astype(compute_dtype)
+        logits_PBTv = _chunk_logits(hidden_PBTD, head_PvD, id_Pv, V, dtype)
+        return jax.nn.logsumexp(logits_PBTv, axis=-1), _target_logits(
+            logits_PBTv, id_Pv, targets_BT
         )
-        id_P11v = id_Pv[:, None, None]
-        logits_PBTv = jnp.where(id_P11v < V, logits_PBTv, jnp.finfo(dtype).min)
-        hit_PBTv = id_P11v == targets_BT[None, ..., None]
-        target_PBT = jnp.sum(jnp.where(hit_PBTv, logits_PBTv, 0.0), axis=-1)
-        return jax.nn.logsumexp(logits_PBTv, axis=-1), target_PBT
 
     _, (lse_CPBT, target_CPBT) = lax.scan(
         lambda _, part: (None, chunk(hidden_PBTD, *part)), None, (head_CPvD, id_CPv)
@@ -114,6 +122,47 @@ def cross_entropy_sums(
         jnp.sum(weights_BT * jnp.square(lse_BT)),
         jnp.sum(weights_BT),
     )
+
+
+def token_scores(
+    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The cross-entropy of every target in nats, and whether the target is the likeliest token.
+
+    Of equal logits the lowest id counts as the likeliest. For evaluation: not differentiated.
+
+    Args:
+      hidden_BTD: normed hidden states in the compute dtype.
+      head_VD: the output matrix; cast to the compute dtype.
+      targets_BT: the next tokens.
+
+    Returns:
+      [B, T] in float32 (float64 for float64 states), and [B, T] booleans.
+    """
+    (B, T, D), V = hidden_BTD.shape, head_VD.shape[0]
+    P = sharding.parts("vocab")
+    C, v = _chunks(B * T // sharding.parts("batch"), -(-V // P))
+    dtype = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
+    parts = _split_head(head_VD.astype(hidden_BTD.dtype), P, C, v)
+    hidden_PBTD = jnp.broadcast_to(whole_rows(hidden_BTD), (P, B, T, D))
+    hidden_PBTD = nn.with_logical_constraint(hidden_PBTD, ("vocab", "batch", None, "embed"))
+
+    def chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        head_PvD, id_Pv = part
+        logits_PBTv = _chunk_logits(hidden_PBTD, head_PvD, id_Pv, V, dtype)
+        top_PBT = jnp.max(logits_PBTv, axis=-1)
+        tops_PBTv = jnp.where(logits_PBTv == top_PBT[..., None], id_Pv[:, None, None], V)
+        return (
+            jax.nn.logsumexp(logits_PBTv, axis=-1),
+            _target_logits(logits_PBTv, id_Pv, targets_BT),
+            top_PBT,
+            jnp.min(tops_PBTv, axis=-1),
+        )
+
+    lse_CPBT, target_CPBT, top_CPBT, id_CPBT = lax.map(chunk, parts)
+    best_CPBT = jnp.where(top_CPBT == jnp.max(top_CPBT, axis=(0, 1), keepdims=True), id_CPBT, V)
+    loss_BT = jax.nn.logsumexp(lse_CPBT, axis=(0, 1)) - jnp.sum(target_CPBT, axis=(0, 1))
+    return loss_BT, jnp.min(best_CPBT, axis=(0, 1)) == targets_BT
 
 
 def largest_logit_difference(

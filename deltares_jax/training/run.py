@@ -14,6 +14,7 @@ from deltares_jax.data.dataset import Data
 from deltares_jax.training import clock as clock_lib
 from deltares_jax.training import evaluation, metrics, signals, step
 from deltares_jax.training.checkpoint import Checkpointer
+from deltares_jax.training.probes import Probe
 from deltares_jax.training.programs import Programs
 from deltares_jax.training.stall import Watchdog
 from deltares_jax.training.start import Start
@@ -29,6 +30,7 @@ class Tools:
     programs: Programs
     clock: clock_lib.Clock
     watchdog: Watchdog
+    probe: Probe | None = None  # with metrics.routing_every
 
 
 class Run:
@@ -63,7 +65,7 @@ class Run:
         self.batches = pipeline.train_batches(
             data.rows, data.order, size, self.rows_seen, *place, workers
         )
-        self.unread: tuple[int, Any] | None = None
+        self.unread: tuple[int, Any, Any] | None = None
         self.last_read = 0.0
 
     def close(self) -> None:
@@ -95,9 +97,10 @@ class Run:
                 rows = next(self.batches)
             # The device gets the next step before the numbers of the last are read.
             state, numbers = tools.programs.train(state, tools.programs.put(rows))
+            routed = tools.probe(number, state.params) if tools.probe else None
             self.move_on(number)
             self.read()
-            self.unread = (number, numbers)
+            self.unread = (number, numbers, routed)
             if profile and number == profile[1]:
                 jax.block_until_ready(state)
                 jax.profiler.stop_trace()
@@ -109,13 +112,14 @@ class Run:
             evaluate = self.evaluation_due(number)
             if save or evaluate:
                 self.read()
-                tools.watchdog.pause()
+                tools.watchdog.moved()
             if save:
                 self.save(state, number)
             if evaluate and (last or not stop):
                 stop = not self.evaluate(state, number) or stop
             if stop and (not last or (evaluate and number not in self.evaluated)):
                 self.stop(state, number)
+        tools.watchdog.pause()
         with tools.clock.spent_on("save"):
             tools.checkpoints.wait()
 
@@ -176,7 +180,7 @@ class Run:
         self.tools.checkpoints.check()
         if self.unread is None:
             return
-        number, numbers = self.unread
+        number, numbers, routed = self.unread
         self.unread = None
         values = {key: value.item() for key, value in jax.device_get(numbers).items()}
         self.tools.watchdog.step()
@@ -188,6 +192,9 @@ class Run:
         values["tokens_seen"] = self.tokens_seen
         values["seconds"] = sum(clock.values())
         values["goodput"] = clock["steps"] / values["seconds"]
+        if self.tools.probe and routed is not None:
+            values |= self.tools.probe.row(routed)
+            self.always_logged.add(number)
         if number % self.config.train.log_every == 0 or number in self.always_logged:
             self.tools.writer.write(number, values)
         self.progress.update(values, number, stepping / (number - self.start.step))
@@ -230,14 +237,13 @@ class Run:
     def evaluate(self, state: step.TrainState, number: int) -> bool:
         """Writes the held-out loss; False where a request to stop ended it before."""
         tools = self.tools
-        tools.watchdog.pause()
         before = tools.clock.turn_to("evaluate")
         done = evaluation.evaluate(
             tools.programs,
             state.params,
             self.data,
             self.config.eval,
-            lambda: tools.programs.agree(bool(tools.request.name), False)[0],
+            self.stopped_between_batches,
         )
         tools.clock.turn_to(before)
         if done is None:
@@ -249,10 +255,16 @@ class Run:
         self.evaluated.add(number)
         losses = tools.checkpoints.losses
         losses[number] = row["eval_loss"]
-        lowest = sorted(losses.values())[: self.config.checkpoint.keep_best]
+        finite = sorted(loss for loss in losses.values() if math.isfinite(loss))
+        lowest = finite[: self.config.checkpoint.keep_best]
         if losses[number] in lowest and self.saved != number:
             self.save(state, number)
         return True
+
+    def stopped_between_batches(self) -> bool:
+        """Whether to leave an evaluation; the same on every process."""
+        self.tools.watchdog.moved()
+        return self.tools.programs.agree(bool(self.tools.request.name), False)[0]
 
     def save(self, state: step.TrainState, number: int) -> None:
         """Starts a save in the background."""

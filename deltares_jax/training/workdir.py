@@ -1,6 +1,7 @@
 """The run's folder: checked before anything is compiled; what is in it besides checkpoints."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -17,8 +18,8 @@ from typing import Any
 import jax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax import config_checks
-from deltares_jax.training import remote
+from deltares_jax import config_checks, printing
+from deltares_jax.training import remote, signals
 
 CONFIG = "config.json"
 RUN = "run.json"
@@ -27,6 +28,16 @@ CHECKPOINTS = "checkpoints"
 KEPT = "hf"  # of an imported model: its config.json, and what goes with the weights
 
 _PACKAGES = ("deltares-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+def _try_writing(folder: pathlib.Path, given: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink(missing_ok=True)  # another host's process may have the same number
+    except OSError as error:
+        raise ValueError(f"{given} cannot be written: {error.strerror}") from None
 
 
 def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
@@ -44,18 +55,34 @@ def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
     config_checks.local_folder(flag, path)
     workdir = pathlib.Path(path).expanduser().absolute()
     for parent in workdir.parents:
-        if (parent / CHECKPOINTS).is_dir() or (parent / RUN).is_file():
+        if os.path.isdir(parent / CHECKPOINTS) or os.path.isfile(parent / RUN):
             raise ValueError(
                 f"{flag}={path} is inside the run {parent}; give the run's folder itself"
             )
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        probe = workdir / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another host's process may have the same number
-    except OSError as error:
-        raise ValueError(f"{flag}={path} cannot be written: {error.strerror}") from None
+    _try_writing(workdir, f"{flag}={path}")
     return workdir
+
+
+@contextlib.contextmanager
+def faults(workdir: pathlib.Path) -> Iterator[None]:
+    """Says in words what the file system refuses a run.
+
+    Raises:
+      ValueError: there is no right to a file.
+      signals.Stop: there is no room for the log or another small file.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise ValueError(
+            f"{error.filename or shown(workdir)}: {error.strerror}; give the user of this process "
+            f"(uid {os.geteuid()}) the right to it"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        text = f"nothing could be written to {workdir}: {error.strerror}; {newest_text(workdir)}"
+        raise signals.Stop(text, signals.CANNOT_SAVE) from error
 
 
 @contextlib.contextmanager
@@ -138,6 +165,31 @@ def write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(values, indent=2) + "\n")
     partial.replace(path)
+
+
+def results_path(workdir: pathlib.Path, kind: str, step: int) -> pathlib.Path:
+    """Where results on a checkpoint go; tried for writing before they are computed.
+
+    Raises:
+      ValueError: nothing can be written there.
+    """
+    folder = workdir / kind
+    _try_writing(folder, shown(folder))
+    return folder / f"step_{step}.json"
+
+
+def write_results(path: pathlib.Path, values: dict[str, Any]) -> None:
+    """Writes results, and says so.
+
+    Raises:
+      Stop: they cannot be written.
+    """
+    try:
+        write_json(path, values)
+    except OSError as error:
+        why = f"{shown(path)} cannot be written: {error.strerror}"
+        raise signals.Stop(why, printing.UNEXPECTED) from None
+    printing.say(f"written: {shown(path)}")
 
 
 def _commit() -> str:

@@ -1,0 +1,1 @@
+"""Trained models at work: held-out loss, generation, scores of requests, tasks."""
