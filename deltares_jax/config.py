@@ -4,7 +4,6 @@ Free of jax, so that bad input is refused before a device starts. A recipe under
 what `default()` or `paper()` returns; `resolve()` checks it once and freezes it.
 """
 
-import itertools
 import os
 import pathlib
 from typing import Any
@@ -12,13 +11,20 @@ from typing import Any
 from ml_collections.config_dict.config_dict import ConfigDict, FrozenConfigDict
 
 from deltares_jax import config_checks
-from deltares_jax.models import sizes, variants
+from deltares_jax.models import sizes
 
 
 def cache_folder() -> pathlib.Path:
-    """The user's cache folder for prepared data and compiled programs."""
+    """The user's cache folder for prepared data and compiled programs.
+
+    Raises:
+      ValueError: the user has no home.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(home).expanduser() / "deltares_jax"
+    try:
+        return pathlib.Path(home).expanduser() / "deltares_jax"
+    except RuntimeError:
+        raise ValueError("this user has no home folder for caches; set XDG_CACHE_HOME") from None
 
 
 def _default_model() -> ConfigDict:
@@ -235,35 +241,9 @@ def resolve(config: ConfigDict) -> FrozenConfigDict:
     return FrozenConfigDict(config)
 
 
-def notes(config: FrozenConfigDict) -> list[str]:
-    """What start-up should say about the config: options without effect, readers without choice."""
-    residual, lines = config.model.residual, []
-    row = variants.VARIANTS[residual.variant]
-    if config.optim.routing_learning_rate and row.routing == "none":
-        lines.append(f"optim.routing_learning_rate has no effect on {residual.variant}")
-    if config.metrics.routing_every and row.routing == "none":
-        lines.append(
-            f"metrics.routing_every: {residual.variant} routes nothing; the norm of its stream "
-            "alone is logged"
-        )
-    if row.grows != "block":
-        lines.append(f"model.residual.num_blocks has no effect on {residual.variant}")
-        return lines
-    lengths = variants.block_lengths(residual.variant, config.model.num_layers, residual.num_blocks)
-    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    spans = ", ".join(f"{a}-{b - 1}" for a, b in itertools.pairwise(ends))
-    asked = f" ({residual.num_blocks} asked for)" if len(lengths) < residual.num_blocks else ""
-    lines.append(f"blocks: {len(lengths)}{asked}, of layers {spans}")
-    if len(lengths) == 1 and row.routing == "add" and not residual.null_source:
-        lines.append(
-            "warning: with one block every reader has one source at most, so its weight is 1 and "
-            "the queries never learn; use model.residual.num_blocks >= 2"
-        )
-    return lines
-
-
 # What a resumed run may change, by the longest matching prefix: `fixed` is refused, `free` is
-# logged, `upwards` may only grow, `data` needs data.allow_change.
+# logged, `upwards` may only grow, `data` needs data.allow_change. A checkpoint that lacks a key is
+# taken to have its default, so that of a new key must do what was done before there was the key.
 RESUME = {
     "init_from": "free",
     "init_optimizer": "free",

@@ -5,6 +5,7 @@ Each check raises one `ValueError` that names the key, the value and the rule.
 
 import difflib
 import math
+import pathlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -90,6 +91,9 @@ AT_MOST: dict[str, float] = {
     "eval.batch_size": 2**16,
     "train.seed": 2**32 - 1,
     "data.workers": 2**10,
+    "distributed.num_processes": 2**16,
+    "distributed.timeout": 7 * 86400,
+    "distributed.heartbeat": 7 * 86400,
 }
 _INT_LIMIT = 2**31 - 1
 _FLOAT_LIMIT = 3e38  # of float32
@@ -158,12 +162,16 @@ def values(flat: Flat) -> None:
 
 
 def local_folder(key: str, path: str) -> None:
-    """Refuses addresses of buckets, which would become a local folder of that name."""
+    """Refuses addresses of buckets, which would become local folders, and homes of nobody."""
     if "://" in path:
         raise ValueError(
-            f"{key}={path!r} must be a local folder, a mounted one for example; in buckets (gs://, "
-            "s3://) only prepared data is read"
+            f"{key}={path!r} must be a local folder, a mounted one for example; in buckets are "
+            "prepared data (gs://, s3://) and, by --workdir, runs (gs://) alone"
         )
+    try:
+        pathlib.Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{key}={path!r}: there is no such home folder") from None
 
 
 def combinations(flat: Flat) -> None:

@@ -15,6 +15,20 @@ def resume_rule(key: str) -> str:
     return next((rules[prefix] for prefix in prefixes if prefix in rules), "fixed")
 
 
+def completed(saved: dict[str, Any]) -> dict[str, Any]:
+    """The config of a checkpoint, with the defaults of the keys that are newer than it."""
+    return _merged(config_lib.default().to_dict(), saved)
+
+
+def _merged(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(defaults[key], value)
+        for key, value in values.items()
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
+    }
+    return {**defaults, **values, **both}
+
+
 def changed_on_resume(saved: dict[str, Any], config: FrozenConfigDict) -> list[str]:
     """Lines `key: old → new` of what a resumed run changes.
 

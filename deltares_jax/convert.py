@@ -40,7 +40,12 @@ _VERBS = {"import": (_IMPORT, "hf"), "export": (_EXPORT, "workdir")}
 
 
 def main(verb: str) -> None:
-    """Checks the flags, converts."""
+    """Checks the flags, converts.
+
+    Raises:
+      ValueError: a flag or a checkpoint is refused, or a folder cannot be read or written.
+      signals.Stop: the result cannot be written.
+    """
     if verb not in _VERBS:
         raise ValueError(
             f"convert {verb or '(nothing)'} must be import or export"
@@ -53,15 +58,22 @@ def main(verb: str) -> None:
     for name, value in ((needed, own[needed].value), ("out", _OUT.value)):
         if not value:
             raise ValueError(f"--{name} is missing; see --help")
+    try:
+        _convert(verb)
+    except OSError as error:  # a run that may not be read, or a cache that cannot be written
+        raise ValueError(f"{error.filename}: {error.strerror}") from error
+
+
+def _convert(verb: str) -> None:
     if verb == "import":
         from deltares_jax.interop import importing
 
-        asked = {name: flag.value for name, flag in own.items() if name != "hf"}
-        importing.convert(own["hf"].value, _OUT.value, asked)
+        asked = {name: flag.value for name, flag in _IMPORT.items() if name != "hf"}
+        importing.convert(_IMPORT["hf"].value, _OUT.value, asked)
         return
     from deltares_jax.interop import exporting
 
-    exporting.export(own["workdir"].value, own["step"].value, _OUT.value)
+    exporting.export(_EXPORT["workdir"].value, _EXPORT["step"].value, _OUT.value)
 
 
 if __name__ == "__main__":

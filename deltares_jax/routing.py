@@ -10,6 +10,7 @@ figures as PNG, and the numbers as JSON and CSV.
 
 import pathlib
 import shutil
+from typing import Any
 
 from absl import flags
 
@@ -30,7 +31,11 @@ _TOKENS = flags.DEFINE_integer(
     lower_bound=0,
 )  # fmt: skip
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Rows at a time; that of the run by default.", lower_bound=1
+    "batch_size",
+    None,
+    "Rows at a time; that of the run by default.",
+    lower_bound=1,
+    upper_bound=2**16,
 )
 _MESH = flags.DEFINE_string(
     "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
@@ -69,35 +74,43 @@ def _check_flags() -> None:
         raise ValueError("--readers chooses what --text shows; give --text, too")
 
 
-def _write(partial: pathlib.Path) -> list[str]:
-    """Measures and writes; returns lines to print."""
-    from deltares_jax.analysis import report  # brings in jax; a misspelt flag was refused before
+def _measure() -> tuple[Any, ...]:
+    """What was read, the numbers of each run, and notes."""
     from deltares_jax.inference import routes
 
     given = [("--workdir", _WORKDIR.value), *(("--compare", path) for path in _COMPARE.value)]
     runs = routes.find(given, _STEP.value, _DATA.value)
     asked = routes.Asked(
-        _TOKENS.value, _BATCH_SIZE.value, _MESH.value, _TEXT.value, _READERS.value, _KNOCKOUT.value
+        _TOKENS.value,
+        _BATCH_SIZE.value,
+        _MESH.value,
+        _TEXT.value,
+        _READERS.value,
+        _KNOCKOUT.value,
+        _DATA.value,
     )
-    text, numbers, notes = routes.follow(runs, asked)
-    report.write(partial, text, numbers, notes)
-    return notes
+    return routes.follow(runs, asked)
 
 
 def main() -> int:
     """Writes the report; it is there whole or not at all."""
     _check_flags()
     target, partial = _open_out(_OUT.value)
+    from deltares_jax.analysis import report  # brings in jax; a misspelt flag was refused before
     from deltares_jax.training import signals, workdir
 
     try:
-        for line in _write(partial):
-            printing.say(line)
-        partial.rename(target)
-    except OSError as error:
-        raise signals.Stop(f"--out={_OUT.value}: {error}", signals.CANNOT_SAVE) from None
+        text, numbers, notes = _measure()
+        try:
+            report.write(partial, text, numbers, notes)
+            partial.rename(target)
+        except OSError as error:
+            why = f"--out={_OUT.value} cannot be written: {error.strerror}"
+            raise signals.Stop(why, signals.CANNOT_SAVE) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    for note in notes:
+        printing.say(note)
     printing.put(f"written: {workdir.shown(target / 'report.html')}")
     return 0
 

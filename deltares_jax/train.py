@@ -10,7 +10,6 @@ same command again resumes the run in its workdir.
 import json
 import pathlib
 import shlex
-import signal
 
 from absl import flags
 
@@ -26,11 +25,11 @@ def _recipe(variant: str) -> str:
     """The recipe and its overrides, as a run of another variant repeats them.
 
     That of an option of routing would be refused, or without effect, on the baseline. Where a
-    process stands among others, and whose weights it starts from, is not for another run.
+    process stands among others is not for another run.
     """
     words = [shlex.quote(command.recipe_path())]
     for key, value in command.overrides().items():
-        if key.startswith(("distributed.", "init_")):
+        if key.startswith("distributed."):
             continue
         of_routing = key.startswith("model.residual.")
         if key != "model.residual.variant" and (variant == "baseline" or not of_routing):
@@ -40,6 +39,7 @@ def _recipe(variant: str) -> str:
 
 def main() -> int:
     """Checks the config, then trains."""
+    signals.end_on_request()  # until the loop listens
     if not flags.FLAGS.config:
         raise ValueError(command.MISSING_CONFIG)
     config = config_lib.resolve(flags.FLAGS.config)
@@ -47,8 +47,6 @@ def main() -> int:
         printing.put(json.dumps(config.to_dict(), indent=2))
         return 0
     workdir = _WORKDIR.value or f"runs/{pathlib.Path(command.recipe_path()).stem}"
-    # Until the loop listens; by default 143 would come out, as after a save.
-    signal.signal(signal.SIGTERM, signals.end_at_once)
     from deltares_jax.training import loop  # brings in jax; bad input was refused before
 
     loop.train(config, workdir, recipe=_recipe(config.model.residual.variant))

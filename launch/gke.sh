@@ -17,9 +17,8 @@
 # SLICES           1 when empty; mesh.replica of the run must be a multiple of it
 # IMAGE            the container, with the target tpu of launch/Dockerfile
 # CONFIG           the recipe
-# WORKDIR          the run's folder, below /mnt/runs
-# NFS              the shared folder that is mounted there, as launch/project.sh share prints it
-# SERVICE_ACCOUNT  of Kubernetes, which may read the bucket of the data; default when empty
+# WORKDIR          the run's folder, at gs://
+# SERVICE_ACCOUNT  of Kubernetes, which may write to the bucket; default when empty
 # MAX_RESTARTS     10 when empty: how often lost machines are made up for
 #
 # logs and delete need the first four alone. --dry_run prints the commands.
@@ -47,7 +46,6 @@ case $VERB in
     need SERVICE_ACCOUNT trainer '[a-z]([-a-z0-9]*[a-z0-9])?'
     need MAX_RESTARTS 10 '[0-9]+'
     need IMAGE us-east5-docker.pkg.dev/my-project/my-repository/deltares_jax:tpu '[-_.:/@a-zA-Z0-9]+'
-    need_share
     need_run
     ;;
 esac
@@ -70,11 +68,11 @@ render() {
   trainer tpu
   text=$(<launch/jobset.yaml)
   # shellcheck disable=SC2034  # read by their names
-  local HOSTS=$((chips / CHIPS_PER_HOST)) NFS_SERVER=${NFS%%:*} NFS_PATH=${NFS#*:} COMMAND
+  local HOSTS=$((chips / CHIPS_PER_HOST)) COMMAND
   # shellcheck disable=SC2034
   COMMAND=$(json launch/restart.sh "${TRAINER[@]}")
   for name in NAME ACCELERATOR TOPOLOGY CHIPS_PER_HOST HOSTS SLICES SERVICE_ACCOUNT MAX_RESTARTS \
-    IMAGE COMMAND NFS_SERVER NFS_PATH; do
+    IMAGE COMMAND; do
     text=${text//"@$name@"/"${!name}"}
   done
   echo "$text"

@@ -109,14 +109,7 @@ say() {
 # What the trainer needs.
 need_run() {
   need CONFIG configs/7b_delta_block.py
-  need WORKDIR /mnt/runs/7b
-  [[ ${WORKDIR:-} != *://* ]] ||
-    fail "WORKDIR=$WORKDIR must be a folder; buckets hold data alone, for example WORKDIR=/mnt/runs/7b"
-}
-
-# Where the shared folder is.
-need_share() {
-  need NFS 10.0.0.2:/runs '[-.a-z0-9]+:/[-_/a-zA-Z0-9]+'
+  need WORKDIR gs://my-bucket/runs/7b '(gs:/)?/?[^:]+'
 }
 
 # trainer PLATFORM: its command, in the array TRAINER.

@@ -12,8 +12,7 @@
 #
 # PLATFORM   gpu, tpu, or cpu
 # CONFIG     the recipe
-# WORKDIR    the run's folder; of several machines one that all of them see
-# NFS        a shared folder, which is mounted as /mnt/runs where it is not; none when empty
+# WORKDIR    the run's folder, at gs:// or local; of several machines one that all of them see
 #
 # --dry_run prints the commands.
 
@@ -40,14 +39,6 @@ start() {
   say "$(hostname): started"
 }
 
-share() {
-  [ -n "${NFS:-}" ] || return 0
-  run sudo apt-get install --quiet=2 --yes --option=DPkg::Lock::Timeout=600 nfs-common
-  run sudo mkdir -p /mnt/runs
-  run sudo sh -c "mountpoint -q /mnt/runs || mount -t nfs -o hard $NFS /mnt/runs"
-  run sudo chmod a+rwx /mnt/runs
-}
-
 parse "install start resume stop log" "start resume" "$@"
 case $VERB in
   install | start | resume) need PLATFORM gpu 'gpu|tpu|cpu' ;;
@@ -55,12 +46,10 @@ esac
 case $VERB in
   start | resume) need_run ;;
 esac
-[ -z "${NFS:-}" ] || need_share
 needed
 
 case $VERB in
   install)
-    share
     run python3 -m pip install --quiet --user uv
     run "$HOME/.local/bin/uv" venv --quiet --allow-existing --python=3.11 .venv
     run "$HOME/.local/bin/uv" pip install --quiet --python=.venv/bin/python \
@@ -73,7 +62,6 @@ case $VERB in
     elif [ "$VERB" = resume ] && [ -f run.exit ]; then
       say "$(hostname): ended with exit code $(cat run.exit); run starts it again"
     else
-      share
       start
     fi
     ;;

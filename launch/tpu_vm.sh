@@ -16,9 +16,7 @@
 # NAME         of the slice
 # ACCELERATOR  type and size: v5p-128 counts cores (64 chips), v6e-64 and v5litepod-64 chips
 # CONFIG       for run and resume: the recipe
-# WORKDIR      for run and resume: the run's folder, which all workers see
-# NFS          for install, run and resume: a shared folder, as launch/project.sh share prints it,
-#              which is mounted as /mnt/runs; none when empty, for slices of one machine
+# WORKDIR      for run and resume: the run's folder, at gs://, or one that all workers see
 # TIER         on_demand when empty, spot, or reserved
 # QUEUED       yes when empty: a queued resource; no: a TPU VM at once, or an error
 # RUNTIME      version of the machines' software; by the accelerator when empty
@@ -43,7 +41,6 @@ need TIER spot 'on_demand|spot|reserved'
 case $VERB in
   run | resume) need_run ;;
 esac
-[ -z "${NFS:-}" ] || need_share
 needed
 
 case $ACCELERATOR in
@@ -125,12 +122,12 @@ install() {
   run gcloud compute tpus tpu-vm scp "$PACKAGE" "$NAME:deltares_jax.tar.gz" "${where[@]}" \
     --worker=all --quiet
   on all "mkdir -p deltares_jax && tar -xzf deltares_jax.tar.gz -C deltares_jax && \
-env PLATFORM=tpu NFS=${NFS:-} bash deltares_jax/launch/node.sh install"
+env PLATFORM=tpu bash deltares_jax/launch/node.sh install"
 }
 
 # start VERB, of node.sh
 start() {
-  on all "$(quoted env PLATFORM=tpu "NFS=${NFS:-}" "CONFIG=$CONFIG" "WORKDIR=$WORKDIR" bash deltares_jax/launch/node.sh "$1" \
+  on all "$(quoted env PLATFORM=tpu "CONFIG=$CONFIG" "WORKDIR=$WORKDIR" bash deltares_jax/launch/node.sh "$1" \
     ${TRAINER_FLAGS[@]+"${TRAINER_FLAGS[@]}"})"
 }
 

@@ -2,7 +2,6 @@
 # A run on GKE by xpk (pip install xpk), which makes clusters, and runs containers on their slices:
 #
 #   launch/xpk.sh cluster          makes the cluster, or adds to it
-#   launch/xpk.sh storage          makes its shared folder, /mnt/runs
 #   launch/xpk.sh create           starts the run; takes flags of the trainer. Says so where there is one
 #   launch/xpk.sh logs             follows the log of the first worker of the first slice
 #   launch/xpk.sh delete           ends the run: it gets SIGTERM, and 300 seconds to save
@@ -16,9 +15,7 @@
 # NAME         of the run, for create, logs and delete
 # IMAGE        for create: the container, with the target tpu of launch/Dockerfile
 # CONFIG       for create: the recipe
-# WORKDIR      for create: the run's folder, below /mnt/runs
-# SHARE        for storage and create: the name of the shared folder; runs when empty
-# CAPACITY     for storage: in GB; 1024 when empty. A checkpoint is 12 bytes a parameter
+# WORKDIR      for create: the run's folder, at gs://
 # TIER         for cluster: on_demand when empty, spot, or the name of a reservation
 # MAX_RESTARTS 10 when empty: how often lost machines are made up for
 #
@@ -31,17 +28,13 @@ source launch/lib.sh
 SLICES=${SLICES:-1}
 TIER=${TIER:-on_demand}
 MAX_RESTARTS=${MAX_RESTARTS:-10}
-SHARE=${SHARE:-runs}
-CAPACITY=${CAPACITY:-1024}
 
-parse "cluster storage create logs delete delete_cluster" "create" "$@"
+parse "cluster create logs delete delete_cluster" "create" "$@"
 need PROJECT my-project '[a-z][-a-z0-9:.]*'
 need ZONE us-east5-a '[a-z]+-[a-z]+[0-9]+-[a-z]'
 need CLUSTER my-cluster '[a-z]([-a-z0-9]*[a-z0-9])?'
 need SLICES 2 '[1-9][0-9]*'
 need MAX_RESTARTS 10 '[0-9]+'
-need SHARE runs '[a-z]([-a-z0-9]*[a-z0-9])?'
-need CAPACITY 1024 '[0-9]+'
 case $VERB in
   cluster | create) need ACCELERATOR v5p-128 '[a-z0-9]+-[0-9]+' ;;
 esac
@@ -72,13 +65,7 @@ case $VERB in
       spot) tier=--spot ;;
       *) tier=--reservation=$TIER ;;
     esac
-    run xpk cluster create "${where[@]}" "--tpu-type=$ACCELERATOR" "--num-slices=$SLICES" "$tier" \
-      --enable-gcpfilestore-csi-driver
-    ;;
-  storage)
-    run xpk storage create "$SHARE" "${where[@]}" --type=gcpfilestore --tier=ZONAL --vol=runs \
-      "--size=$CAPACITY" --access-mode=ReadWriteMany --mount-point=/mnt/runs --readonly=false \
-      --auto-mount=false
+    run xpk cluster create "${where[@]}" "--tpu-type=$ACCELERATOR" "--num-slices=$SLICES" "$tier"
     ;;
   create)
     if there; then
@@ -86,7 +73,7 @@ case $VERB in
     else
       trainer tpu
       run xpk workload create "${where[@]}" "--workload=$NAME" "--tpu-type=$ACCELERATOR" \
-        "--num-slices=$SLICES" "--docker-image=$IMAGE" "--storage=$SHARE" "--max-restarts=$MAX_RESTARTS" \
+        "--num-slices=$SLICES" "--docker-image=$IMAGE" "--max-restarts=$MAX_RESTARTS" \
         --restart-on-exit-codes=1,7 --termination-grace-period-seconds=300 \
         "--command=exec launch/restart.sh $(quoted "${TRAINER[@]}")"
     fi

@@ -141,14 +141,14 @@ def in_process(monkeypatch, capsys):
     """Runs a command without a process of its own: exit code, and what it says on stderr."""
 
     def run(name: str, *arguments: str):
-        before = set(flags.FLAGS)
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         try:
             with pytest.raises(SystemExit) as ended:
                 runpy.run_module(f"deltares_jax.{name}", run_name="__main__")
         finally:
-            for flag in set(flags.FLAGS) - before:
-                delattr(flags.FLAGS, flag)
+            # Its own alone: those of libraries that it was the first to import stay.
+            for flag in list(flags.FLAGS.flags_by_module_dict().get(name, [])):
+                delattr(flags.FLAGS, flag.name)
             flags.FLAGS.unparse_flags()
         return ended.value.code, capsys.readouterr().err
 

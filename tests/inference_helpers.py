@@ -47,7 +47,8 @@ def bare_command(home, name, *flags) -> subprocess.CompletedProcess:
     can = subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False)
     if can.returncode == 0:
         line = ["unshare", "-n", *line]
-    env = {**os.environ, "XLA_FLAGS": "", "HOME": str(home / "home"), "XDG_CACHE_HOME": ""}
+    env = {**os.environ, "XLA_FLAGS": "", "HOME": str(home / "home")}
+    del env["XDG_CACHE_HOME"]
     env |= dict.fromkeys(("DISPLAY", "HF_TOKEN", "WANDB_API_KEY"), "")
     # Where the network cannot be taken away.
     env |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")

@@ -18,7 +18,6 @@ TOOLS = (
     "git",
     "python3",
     "docker",
-    "sudo",
 )
 # Notes its words, and what it is given to read. The first line of the file ANSWERS/<word>, where
 # one of its words is the name of a file there, is printed; with a `!` in front it is an error.

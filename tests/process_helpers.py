@@ -68,7 +68,7 @@ class Process:
                 lines.append(line.rstrip("\n"))
                 self._changed.notify_all()
 
-    def wait_for(self, start: str, timeout: float = 120) -> None:
+    def wait_for(self, start: str, timeout: float = 300) -> None:
         """Returns when a line that begins so was printed."""
 
         def there() -> bool:
@@ -80,7 +80,7 @@ class Process:
     def send(self, number: int = signal.SIGTERM) -> None:
         self.popen.send_signal(number)
 
-    def end(self, timeout: float = 120) -> int:
+    def end(self, timeout: float = 300) -> int:
         """The exit code; kills what does not end in time."""
         try:
             code = self.popen.wait(timeout)

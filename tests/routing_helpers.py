@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from test_model import init
+from test_model import init, randomise
 
 from deltares_jax import config as config_lib
 from deltares_jax.models import readings
@@ -56,3 +56,12 @@ def logits_by_reader(model):
     """A logit of its own for each reader that has a choice."""
     names = [r.name for r in readings.readers(model) if len(r.sources) > 1]
     return {name: 0.5 + 0.4 * number for number, name in enumerate(names)}
+
+
+def write_run(config, folder, known=False):
+    """A run of random weights, or of known routing."""
+    if known:
+        params = known_params(config.model, logits_by_reader(config.model))
+    else:
+        params = randomise(init(config.model, jax.random.key(0)), scale=0.1)
+    return write_params(config, folder, params)

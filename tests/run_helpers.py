@@ -12,6 +12,13 @@ def train(config, folder, devices=1):
     return loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:devices])
 
 
+def log(folder):
+    """What the run made, without the clock: of its steps, and held out."""
+    rows, held_out = metrics.read_rows(folder)
+    names = ("loss", "learning_rate", "grad_norm", "tokens_seen")
+    return {s: [r[n] for n in names] for s, r in rows.items()}, held_out
+
+
 def losses(folder):
     return {step: row["loss"] for step, row in metrics.read_rows(folder)[0].items()}
 

@@ -1,9 +1,8 @@
 """Prepared data in buckets, at gs:// and s3://, against servers of this machine."""
 
 import json
-import logging
-import uuid
 
+import bucket_helpers
 import fsspec
 import numpy as np
 import pytest
@@ -12,34 +11,10 @@ from deltares_jax import config as config_lib
 from deltares_jax.data import dataset
 
 
-@pytest.fixture(scope="module", params=["gs", "s3"])
+@pytest.fixture(scope="module", params=[bucket_helpers.gs_bucket, bucket_helpers.s3_bucket])
 def bucket(request):
     """The address of a bucket in which files can be put by fsspec."""
-    patch = pytest.MonkeyPatch()
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    if request.param == "s3":
-        from moto.server import ThreadedMotoServer
-
-        server = ThreadedMotoServer(port=0)
-        server.start()
-        host, port = server.get_host_and_port()
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    else:
-        from gcp_storage_emulator.server import create_server
-
-        server = create_server("localhost", 0, in_memory=True)
-        server.start()
-        port = server._api._httpd.server_address[1]
-        patch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{port}")
-    fsspec.config.conf.clear()
-    address = f"{request.param}://bucket-{uuid.uuid4().hex[:8]}"
-    fsspec.filesystem(request.param, skip_instance_cache=True).mkdir(address)
-    yield address
-    server.stop()
-    patch.undo()
+    return request.param()
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from run_helpers import losses, newest, saved, train
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint, metrics
+from deltares_jax.parallel import mesh as mesh_lib
+from deltares_jax.training import checkpoint, metrics, programs, start
 
 pytestmark = pytest.mark.usefixtures("one_layer")
 
@@ -36,6 +37,11 @@ pytestmark = pytest.mark.usefixtures("one_layer")
 def test_kept_steps(keep, period, best, stays):
     held_out = {20: 1.0, 40: 2.0, 60: 3.0, 70: 0.0}  # there is no checkpoint of 70
     assert checkpoint.kept([10, 20, 30, 40, 50, 60], keep, period, best, held_out) == stays
+
+
+def test_loss_that_is_not_finite_is_never_the_best():
+    held_out = {10: float("nan"), 20: 2.0, 30: float("nan"), 40: 1.0, 50: float("inf")}
+    assert checkpoint.kept([10, 20, 30, 40, 50, 60], 1, 0, 3, held_out) == {20, 40, 60}
 
 
 def test_best_step_is_saved_when_it_is_found_and_kept(tiny, tmp_path, monkeypatch):
@@ -122,7 +128,6 @@ def empty(step):
 DAMAGE = {
     "an array file is gone": lambda step: largest(step / "state").unlink(),
     "an array file is cut": lambda step: os.truncate(largest(step / "state"), 100),
-    "a bit of an array has changed": lambda step: flip(largest(step / "state")),
     "the tree of arrays is empty": lambda step: os.truncate(step / "state" / "_METADATA", 0),
     "the position is gone": lambda step: shutil.rmtree(step / "meta"),
     "the position is empty": lambda step: os.truncate(step / "meta" / "metadata", 0),
@@ -131,12 +136,35 @@ DAMAGE = {
 }
 
 
+def begin(config, folder):
+    """Where a run goes on, its state, and what it says of that; no step is compiled."""
+    config = config_lib.resolve(config)
+    mesh = mesh_lib.make_mesh(mesh_lib.mesh_shape(config.mesh, 1), jax.devices()[:1])
+    wanted = programs.abstract_state(config, mesh)
+    found = start.find(config, folder)
+    found, state = start.restore(config, folder, found, found.meta["data"], *wanted, bool)
+    return found, state, start.set_aside(found, folder)
+
+
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damaged_newest_step_is_skipped_and_said(run, tmp_path, capsys, how):
+def test_damaged_newest_step_is_skipped_and_said(run, tmp_path, how):
+    config, source, _ = run
+    shutil.copytree(source, tmp_path / "run")
+    DAMAGE[how](tmp_path / "run" / "checkpoints" / "6")
+    found, state, (line,) = begin(config, tmp_path / "run")
+    assert re.search(r"warning: .*checkpoints/6 is .*; skipped, and moved to .*damaged/6", line)
+    assert found.text == "resumed at step 4"
+    assert int(state.step) == 4
+    jax.tree.map(np.testing.assert_array_equal, state.params, load(source, step=4).params)
+    assert (tmp_path / "run" / "damaged" / "6").is_dir()
+    assert saved(tmp_path / "run") == [2, 4]
+
+
+def test_run_goes_on_from_the_step_before_one_with_a_changed_bit(run, tmp_path, capsys):
     config, source, straight = run
     shutil.copytree(source, tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "6"
-    DAMAGE[how](step)
+    flip(largest(step / "state"))
     left = step.with_name("7.orbax-checkpoint-tmp")  # must not be in the way of step 7
     left.mkdir()
     capsys.readouterr()
@@ -151,6 +179,19 @@ def test_damaged_newest_step_is_skipped_and_said(run, tmp_path, capsys, how):
     assert load(tmp_path / "run").step == 7
 
 
+def test_step_that_this_user_may_not_read_is_not_taken_for_damaged(run, tmp_path, monkeypatch):
+    config, source, _ = run
+    shutil.copytree(source, tmp_path / "run")
+
+    def denied(*_, **__):
+        raise ValueError("PERMISSION_DENIED: Error opening a file")
+
+    monkeypatch.setattr(checkpoint.ocp.PyTreeCheckpointHandler, "restore", denied)
+    with pytest.raises(ValueError, match=r"checkpoints/6: Permission denied; give the user"):
+        train(config, tmp_path / "run")
+    assert saved(tmp_path / "run") == [2, 4, 6]
+
+
 def test_run_without_a_readable_checkpoint_does_not_begin_anew(run, tmp_path):
     config, source, _ = run
     shutil.copytree(source, tmp_path / "run")
@@ -163,6 +204,23 @@ def test_run_without_a_readable_checkpoint_does_not_begin_anew(run, tmp_path):
     assert saved(tmp_path / "run") == [2, 4, 6]  # nothing was moved
     with pytest.raises(ValueError, match=r"checkpoints/6 is damaged"):
         load(tmp_path / "run")
+
+
+def test_checkpoint_that_is_older_than_a_key_has_its_default(run, tmp_path):
+    config, source, _ = run
+    shutil.copytree(source, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "6" / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    del meta["config"]["optim"]["z_loss"], meta["config"]["data"]["repeat"]
+    path.write_text(json.dumps(meta))
+    assert load(tmp_path / "run").config == load(source).config
+    asked = config.copy_and_resolve_references()
+    asked.data.repeat = False
+    found = start.find(config_lib.resolve(asked), tmp_path / "run")
+    assert "data.repeat: True → False" in found.changes
+    asked.optim.z_loss = 1e-4
+    with pytest.raises(ValueError, match=r"optim\.z_loss: 0\.0 → 0\.0001"):
+        start.find(config_lib.resolve(asked), tmp_path / "run")
 
 
 def test_leftovers_alone_are_a_fresh_start(tiny, tmp_path, capsys):

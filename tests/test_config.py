@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from deltares_jax import config as config_lib
-from deltares_jax import config_resume
+from deltares_jax import config_notes, config_resume
 from deltares_jax.models import sizes
 from deltares_jax.training import workdir
 
@@ -199,6 +199,9 @@ def test_misspelt_choice_gets_the_nearest():
         ("eval.batch_size", 0, "at least 1"),
         ("checkpoint.every", -1, "at least 0"),
         ("checkpoint.keep", 0, "at least 1"),
+        ("distributed.timeout", 1e30, "at most 604800"),
+        ("distributed.heartbeat", 1e30, "at most 604800"),
+        ("distributed.num_processes", 99999999, "at most 65536"),
         ("mesh.data", 0, "at least 1, or -1"),
         ("mesh.tensor", -2, "at least 1, or -1"),
     ],
@@ -345,7 +348,7 @@ def blocks(variant: str, num_layers: int, num_blocks: int, **options) -> list[st
         "model.residual.num_blocks": num_blocks,
         **{f"model.residual.{key}": value for key, value in options.items()},
     }
-    return config_lib.notes(resolved(values))
+    return config_notes.notes(resolved(values))
 
 
 @pytest.mark.parametrize("variant", ["delta_block", "attnres_block"])
@@ -579,11 +582,24 @@ def test_resume_names_every_change_that_it_refuses():
 
 
 def test_resume_of_a_run_with_keys_of_another_version():
+    older = config_lib.default().to_dict()
+    del older["optim"]["z_loss"], older["distributed"]
+    assert config_resume.completed(older) == config_lib.default().to_dict()
     with refuses("model.experts: 8 → absent"):
         resume({"model.experts": 8}, {})
     with refuses("router.kind: top → absent"):
         resume({"router.kind": "top"}, {})
     assert resume({"metrics.csv": True}, {}) == ["metrics.csv: True → absent"]
+
+
+@pytest.mark.parametrize(
+    ("every", "period", "said"), [(7, 10, True), (0, 50, True), (7, 14, False), (100, 50, False)]
+)
+def test_period_of_steps_that_are_not_saved_is_said(every, period, said):
+    keys = {"checkpoint.every": every, "checkpoint.keep_period": period}
+    lines = [line for line in config_notes.notes(resolved(keys)) if "keep_period" in line]
+    assert bool(lines) == said, lines
+    assert all(f"checkpoint.every={every} saves" in line for line in lines)
 
 
 # Recipes.
@@ -784,3 +800,8 @@ def test_an_empty_compile_cache_is_refused():
     config.train.compile_cache = ""
     with pytest.raises(ValueError, match=r"train\.compile_cache='' must be a folder"):
         config_lib.resolve(config)
+
+
+def test_home_of_nobody_is_refused():
+    with refuses("init_from='~no-such-user/run'", "no such home folder"):
+        resolved({"init_from": "~no-such-user/run"})

@@ -13,7 +13,7 @@ from golden_params import Case
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.interop import exporting, hf_config, importing
+from deltares_jax.interop import exporting, hf_config, importing, names
 from deltares_jax.training import step
 
 CASES = ("qwen3_v4_tied", "qwen3_v4_untied", "qwen3_v5_tied", "qwen3_v5_untied")
@@ -148,6 +148,13 @@ def test_released_checkpoint_is_imported_with_its_logits_and_exported_as_it_was(
         np.testing.assert_array_equal(array, after[key], err_msg=key)
     one, other = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("in", "out"))
     assert {k: other[k] for k in one} == one | {"rope_parameters": other["rope_parameters"]}
+
+
+@pytest.mark.parametrize("name", [path.stem for path in helpers.GOLDEN.glob("A_*_*.npz")])
+def test_tensors_have_the_names_of_the_released_code(name):
+    """Gates and null sources as well."""
+    case = Case(name)
+    assert names.tensors(case.config()).keys() == set(case.meta["param_names"])
 
 
 @pytest.mark.parametrize(

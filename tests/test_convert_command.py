@@ -1,6 +1,9 @@
 """The convert command as a user types it: folders, flags, hub ids, exit codes."""
 
 import json
+import os
+import subprocess
+import sys
 
 import convert_helpers as helpers
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 from convert_helpers import TIED, convert, refuses
 from hub_server import hub
 from test_command import error_line
+from test_saving import can
 
 from deltares_jax import load
 from deltares_jax.interop import exporting
@@ -52,7 +56,7 @@ def test_flags_that_cannot_be_meant_are_refused(tmp_path, command, arguments, wo
     assert not list(tmp_path.iterdir())
 
 
-def test_folders_that_cannot_serve_are_refused(tmp_path):
+def test_folders_that_cannot_serve_are_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
     convert(CASE, tmp_path / "run")
     for out, words in {
@@ -71,6 +75,10 @@ def test_folders_that_cannot_serve_are_refused(tmp_path):
             convert(hf, tmp_path / "new")
     with refuses("--out='gs://bucket/x' must be a local folder"):
         convert(CASE, "gs://bucket/x")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with refuses("--hf=runs/mistyped is no folder, and no hub id that answers: http://127"):
+        convert("runs/mistyped", tmp_path / "new")
     with refuses("nowhere is no run"):
         exporting.export(str(tmp_path / "nowhere"), None, str(tmp_path / "out"))
     with refuses("has no checkpoint of step 7; it has [0]"):
@@ -78,6 +86,31 @@ def test_folders_that_cannot_serve_are_refused(tmp_path):
     with refuses("--out=", "cannot be made: Not a directory"):
         exporting.export(str(tmp_path / "run"), None, str(tmp_path / "file" / "out"))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+# Permissions bind root, too, without these.
+USER = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.getuid() == 0 else []
+
+
+@pytest.mark.skipif(bool(USER) and not can(*USER, "true"), reason="root that cannot drop rights")
+def test_folders_without_permission_are_refused(tmp_path):
+    """The cache of hub ids among them."""
+    cases = {
+        f"import --hf={CASE} --out=shut/run": "--out=shut/run cannot be written",
+        "import --hf=Qwen/Qwen3-0.6B --out=new": "shut/cache/deltares_jax",
+        "export --workdir=run --out=shut/out": "--out=shut/out cannot be made",
+    }
+    convert(CASE, tmp_path / "run")
+    (tmp_path / "shut" / "cache").mkdir(parents=True)
+    for name in ("shut/cache", "shut"):
+        (tmp_path / name).chmod(0o555)
+    env = {"XDG_CACHE_HOME": str(tmp_path / "shut/cache"), "XLA_FLAGS": ""}
+    env = {**os.environ, **env, "PYTHONPATH": str(helpers.GOLDEN.parents[1])}
+    for flags, words in cases.items():
+        line = [*USER, sys.executable, "-m", "deltares_jax.convert", *flags.split()]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=env)
+        assert f"{words}: Permission denied" in error_line(done)
+    assert not list((tmp_path / "shut").glob("*/*"))
 
 
 def test_an_import_that_was_cut_short_may_be_given_again(tmp_path):
@@ -93,13 +126,16 @@ def test_an_import_that_was_cut_short_may_be_given_again(tmp_path):
     ("asked", "words"),
     [
         ({"variant": "delta_block"}, ["--num_blocks is missing: delta_block needs", "layers=2"]),
-        ({"variant": "delta_block", "num_blocks": 0}, ["num_blocks=0 must be at least 1"]),
-        ({"variant": "delta_block", "num_blocks": 3}, ["num_blocks=3 must divide", "1 or 2"]),
+        ({"variant": "delta_block", "num_blocks": 0}, ["--num_blocks=0 must be at least 1"]),
+        (
+            {"variant": "delta_block", "num_blocks": 3},
+            ["--num_blocks=3 must divide num_hidden_layers=2", "1 or 2"],
+        ),
         (
             {"variant": "delta_blok", "num_blocks": 2},
-            ["variant='delta_blok'", "did you mean delta_block?)"],
+            ["--variant='delta_blok'", "did you mean delta_block?)"],
         ),
-        ({"variant": "baseline", "gate": "scalar"}, ["gate=scalar is not defined for baseline"]),
+        ({"variant": "baseline", "gate": "scalar"}, ["--gate=scalar is not defined for baseline"]),
         ({"variant": "attnres_full", "centered": True}, ["centered=True is not defined"]),
         ({"variant": "delta_attnres", "gate": "alpha", "centered": True}, ["never trains"]),
     ],

@@ -4,7 +4,7 @@ import json
 
 import convert_helpers as helpers
 import pytest
-from convert_helpers import TIED, refuses
+from convert_helpers import TIED, convert, refuses
 
 from deltares_jax.interop import hf_config
 
@@ -57,6 +57,7 @@ def test_rotary_base_is_read_from_both_forms(changes, expected):
         ),
         ({"rope_parameters": 1e6}, ["rope_parameters=1000000.0 is not supported"]),
         ({"rope_theta": "1e6"}, ["rope_theta='1e6' must be a number"]),
+        ({"rope_theta": float("nan")}, ["rope_theta=nan must be a number"]),
     ],
 )
 def test_rotary_base_that_is_not_clear_is_refused(changes, words):
@@ -91,6 +92,19 @@ def test_rotary_base_that_is_not_clear_is_refused(changes, words):
             },
             ["use_sliding_window=true with max_window_layers=1 below num_hidden_layers=2"],
         ),
+        (
+            {
+                "layer_types": ...,
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "max_window_layers": None,
+            },
+            ["max_window_layers is missing"],
+        ),
+        ({"layer_types": [["full_attention"]] * 2}, ["layer_types=['full_attention'] is not"]),
+        ({"model_type": ["qwen3"]}, ["model_type=['qwen3'] must be qwen3"]),
+        ({"attnres_mode": "block"}, ["model_type=qwen3 and attnres_mode='block' disagree"]),
+        ({"hidden_size": float("inf")}, ["hidden_size=inf must be a number"]),
         ({"num_key_value_heads": ...}, ["num_key_value_heads is missing"]),
         ({"hidden_size": 32.5}, ["hidden_size=32.5 must be a whole number"]),
         ({"rms_norm_eps": "small"}, ["rms_norm_eps='small' must be a number"]),
@@ -100,6 +114,27 @@ def test_rotary_base_that_is_not_clear_is_refused(changes, words):
 def test_what_is_not_computed_here_is_refused_by_its_field(changes, words):
     with refuses("config.json: ", *words):
         theta(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
+        ({"vocab_size": 2**40}, "vocab_size=1099511627776 must be at most"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads=4 must be a multiple of num_key_value_heads=3",
+        ),
+        ({"head_dim": 31}, "head_dim=31 must be even"),
+        ({"rms_norm_eps": 5}, "rms_norm_eps=5.0 must be at most 1"),
+        ({"rope_theta": -1}, "rope_theta=-1.0 must be above 0"),
+    ],
+)
+def test_a_field_that_no_model_can_have_is_named_as_it_is_there(tmp_path, changes, words):
+    source = helpers.copy_case(TIED, tmp_path / "in")
+    helpers.edit_json(source / "config.json", **changes)
+    with refuses("in/config.json: " + words):
+        convert(source, tmp_path / "run")
 
 
 def test_a_sliding_window_that_is_not_in_use_is_no_hindrance():

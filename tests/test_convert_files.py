@@ -3,6 +3,7 @@
 import json
 
 import convert_helpers as helpers
+import jax
 import numpy as np
 import pytest
 from convert_helpers import TIED, convert, refuses
@@ -91,6 +92,14 @@ DAMAGE = {
         lambda f: (f / "model.safetensors.index.json").write_text("{"),
         ["index.json is damaged"],
     ),
+    "the index names no files": (
+        lambda f: rename_in_index(f, model__norm__weight=2),
+        ["index.json is damaged: its weight_map must give each tensor a file's name"],
+    ),
+    "a shard is a folder": (
+        lambda f: ((f / SECOND).unlink(), (f / SECOND).mkdir()),
+        [f"{SECOND}: Is a directory"],
+    ),
     "the index is gone": (
         lambda f: (f / "model.safetensors.index.json").unlink(),
         ["must hold model.safetensors.index.json", "it has model-00001-of-00003.safetensors"],
@@ -159,7 +168,7 @@ def test_head_of_a_tied_model_is_dropped_where_it_is_the_embedding(tied, tmp_pat
 
 def test_untied_model_without_a_head_is_refused(tied, tmp_path):
     helpers.edit_json(tied / "config.json", tie_word_embeddings=False)
-    with refuses("lm_head.weight is missing"):
+    with refuses("lm_head.weight is missing", "by tie_word_embeddings=false"):
         convert(tied, tmp_path / "run")
     helpers.edit_json(tied / "config.json", tie_word_embeddings=...)  # false by default
     with refuses("lm_head.weight is missing"):
@@ -250,6 +259,25 @@ def test_weights_without_their_config_are_not_taken_as_a_checkpoint(tied, tmp_pa
     assert files.stored_tensors(partial)  # all of them are there
     exporting.export(str(tmp_path / "run"), None, str(tmp_path / "out"))
     assert not partial.exists()
+
+
+def test_large_models_are_exported_to_several_files(tied, tmp_path, monkeypatch):
+    """Through a link, to the folder behind it; each file has whole tensors, the index all."""
+    convert(tied, tmp_path / "run", variant="delta_attnres")
+    monkeypatch.setattr(exporting, "_SHARD_BYTES", 40_000)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    exporting.export(str(tmp_path / "run"), None, str(tmp_path / "link"))
+    written = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    numbers = range(1, len(written) + 1)
+    assert written == [f"model-{n:05}-of-{numbers[-1]:05}.safetensors" for n in numbers]
+    assert max((tmp_path / "out" / name).stat().st_size for name in written) < 45_000
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    tensors = helpers.read_tensors(tmp_path / "out")
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in tensors.values())
+    assert index["weight_map"].keys() == tensors.keys()
+    convert(tmp_path / "out", tmp_path / "again")
+    before, after = (load(tmp_path / name).params for name in ("run", "again"))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
 def test_an_export_does_not_overwrite(tied, tmp_path):

@@ -5,10 +5,12 @@ import json
 import convert_helpers as helpers
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from deltares_jax import config as config_lib
 from deltares_jax.interop import files, hf_config, names, placing
 from deltares_jax.models import sizes
+from deltares_jax.parallel import mesh as mesh_lib
 
 SHAPES = {
     # published config.json of Qwen3: parameters of the files, without the head where it is tied
@@ -72,6 +74,21 @@ def test_recipes_export_every_parameter_once(size):
         assert count == sum(sizes.parameter_counts(model).values())
         routed = [name for name in found if "_res_" in name]
         assert len(routed) == (4 * model.num_layers if variant == "delta_block" else 0)
+
+
+@pytest.mark.parametrize("size", ["600m", "7b"])
+def test_any_vocabulary_goes_to_256_devices(size, monkeypatch):
+    """151936 rows cannot be cut in 256: the embedding is cut along the width, and not filled up."""
+    monkeypatch.setattr(mesh_lib, "find_devices", lambda config: range(256))
+    monkeypatch.setattr(
+        mesh_lib,
+        "make_mesh",
+        lambda shape, devices: AbstractMesh(tuple(shape.values()), tuple(shape)),
+    )
+    model = config_lib.resolve(config_lib.paper(size, "delta_block")).model
+    embedding = placing.abstract(model)["embedding"]
+    assert embedding.shape == (151936, model.width)
+    assert embedding.sharding.shard_shape(embedding.shape) == (151936, model.width // 256)
 
 
 def test_weights_are_cut_over_the_devices_while_they_are_read(tmp_path):

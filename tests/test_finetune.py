@@ -15,14 +15,15 @@ from convert_helpers import convert, refuses
 from data_helpers import prepare_files
 
 from deltares_jax import config as config_lib
-from deltares_jax import config_resume, load
+from deltares_jax import config_notes, config_resume, load
 from deltares_jax.data import sources
 from deltares_jax.interop import exporting
-from deltares_jax.training import compare, loop, metrics, optim, step
+from deltares_jax.training import compare, loop, metrics, optim, step, workdir
 
 
 def train(config, folder, count=8):
-    loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:count])
+    devices = jax.devices()[:count]
+    loop.train(config_lib.resolve(config), str(folder), "configs/finetune.py", devices)
     return metrics.read_rows(folder)[0]
 
 
@@ -72,6 +73,8 @@ def test_start_prints_the_loss_beside_the_plain_models(finetune, tmp_path, capsy
     loss, without, difference = found.groups()
     assert loss == without == f"{rows[1]['loss']:.4f}"
     assert float(difference) == 0
+    run = workdir.shown(tmp_path / "run")
+    assert f"next: python -m deltares_jax.convert export --workdir={run} --out={run}_hf" in printed
     assert rows[1]["routing_learning_rate"] == pytest.approx(5e-3)
     assert rows[3]["routing_learning_rate"] == pytest.approx(5e-4)
     exporting.export(str(tmp_path / "run"), None, str(tmp_path / "out"))
@@ -192,7 +195,7 @@ def test_rates_that_train_nothing_are_refused(tiny, changes, words):
 def test_a_rate_without_effect_is_said(tiny):
     tiny.optim.routing_learning_rate = 1e-3
     tiny.model.residual.variant = "baseline"
-    lines = config_lib.notes(config_lib.resolve(tiny))
+    lines = config_notes.notes(config_lib.resolve(tiny))
     assert "optim.routing_learning_rate has no effect on baseline" in lines
 
 

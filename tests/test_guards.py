@@ -152,6 +152,27 @@ def test_stall_writes_the_stacks_once(tmp_path, monkeypatch, capsys):
     assert "the stacks of all threads are in" in capsys.readouterr().out
 
 
+def test_stall_between_two_steps_is_one_too(tmp_path, monkeypatch):
+    """In a save, or a batch of an evaluation; the time of those is none of a step."""
+    monkeypatch.setattr(stall, "LEAST_SECONDS", 0.2)
+    watchdog = stall.Watchdog(tmp_path, 2.0)
+    watchdog.step()
+    watchdog.step()
+    watchdog.moved()
+    time.sleep(0.15)
+    watchdog.moved()
+    time.sleep(0.15)
+    watchdog.step()
+    assert not watchdog.path.exists()
+    assert len(watchdog._times) == 1
+    watchdog.moved()
+    deadline = time.monotonic() + 30
+    while not watchdog.path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    watchdog.close()
+    assert "no step for" in watchdog.path.read_text()
+
+
 def test_pause_and_first_compilation_are_no_stall(tmp_path, monkeypatch):
     monkeypatch.setattr(stall, "LEAST_SECONDS", 0.1)
     watchdog = stall.Watchdog(tmp_path, 1.5)
@@ -182,7 +203,6 @@ def test_clock_gives_every_second_to_one_kind(monkeypatch):
     watch.add({"steps": 100.0, "lost": 5.0}, lost=3.0)
     expected = {"start": 1, "steps": 130, "input": 2, "save": 4, "lost": 8}
     assert {k: v for k, v in watch.seconds().items() if v} == expected
-    assert watch.total() == 145
     assert watch.stepping() == 32
     assert clock.shares({"steps": 3.0, "lost": 1.0, "save": 0.0}) == {"steps": 0.75, "lost": 0.25}
 
@@ -216,6 +236,18 @@ def test_goodput_counts_steps_that_were_lost(tiny, tmp_path, monkeypatch, capsys
 
 
 # W&B.
+
+
+def test_wandb_that_cannot_begin_is_said_in_one_line(tiny, tmp_path, monkeypatch):
+    def init(**_):
+        raise RuntimeError("No API key configured.\nmore")
+
+    fake = types.ModuleType("wandb")
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tiny.metrics.wandb = True
+    with pytest.raises(ValueError, match=r"\(No API key configured\.\); .*WANDB_MODE=offline"):
+        metrics.Writer(tmp_path, config_lib.resolve(tiny))
 
 
 def test_wandb_goes_on_with_the_same_run(tiny, tmp_path, monkeypatch):

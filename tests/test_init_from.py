@@ -7,19 +7,17 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import run_helpers
 from conftest import tiny_config
 from run_helpers import newest, train
 
+from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint, metrics
+from deltares_jax.training import checkpoint, start
 
 
 def log(folder):
-    rows, _ = metrics.read_rows(folder)
-    return {
-        step: [row[k] for k in ("loss", "learning_rate", "grad_norm", "tokens_seen")]
-        for step, row in rows.items()
-    }
+    return run_helpers.log(folder)[0]
 
 
 def assert_same_params(a, b):
@@ -57,18 +55,19 @@ def still(constant):
     return config
 
 
-@pytest.mark.parametrize(
-    ("at", "devices"),
-    [("@4", 1), ("", 1), ("/checkpoints/4", 1), pytest.param("@4", 8, marks=pytest.mark.slow)],
-)
-def test_weights_of_another_run_start_a_run_of_its_own(
-    source, still, tmp_path, capsys, at, devices
-):
-    still.init_from = f"{source}{at}"
+@pytest.mark.parametrize(("name", "at"), [("@4", 4), ("", 6), ("/checkpoints/4", 4)])
+def test_step_of_another_run_is_named_or_the_newest(source, still, tmp_path, name, at):
+    still.init_from = f"{source}{name}"
+    found = start.find(config_lib.resolve(still), tmp_path / "run")
+    assert (found.run, found.at, found.step) == (source, at, 0)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_weights_of_another_run_start_a_run_of_its_own(source, still, tmp_path, capsys, devices):
+    still.init_from = f"{source}@4"
     train(still, tmp_path / "run", devices)
-    assert_same_params(load(tmp_path / "run"), load(source, step=4 if at else 6))
-    printed = capsys.readouterr().out
-    assert f"source@{4 if at else 6}, the rest fresh (no own checkpoint)" in printed
+    assert_same_params(load(tmp_path / "run"), load(source, step=4))
+    assert "source@4, the rest fresh (no own checkpoint)" in capsys.readouterr().out
     assert sorted(log(tmp_path / "run")) == [1, 2, 3]
     assert newest(tmp_path / "run")[1]["rows_seen"] == 3 * 8
 
@@ -144,7 +143,11 @@ def test_checkpoint_without_optimizer_gives_its_weights(source, still, tmp_path)
         ),
         ({"init_optimizer": True, "train.steps": 3}, "train.steps=3 must exceed 6"),
         ({"init_from": "SOURCE@7"}, "no checkpoint of step 7; it has [1, 2, 3, 4, 5, 6]"),
-        ({"init_from": "nowhere"}, "init_from=nowhere: nowhere is no run"),
+        (
+            {"init_from": "nowhere"},
+            "nowhere is no run: it has no checkpoints/; it must be a run, or what "
+            "deltares_jax.convert import made",
+        ),
         ({"init_from": "gs://b/run"}, "init_from='gs://b/run' must be a local folder"),
         ({"init_from": "", "init_optimizer": True}, "init_optimizer=True needs init_from"),
     ],
@@ -157,6 +160,14 @@ def test_what_does_not_fit_is_refused(source, constant, tmp_path, changes, words
     with pytest.raises(ValueError, match=re.escape(words)):
         train(constant, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_damaged_step_of_another_run_is_named_beside_those_it_has(source, constant, tmp_path):
+    shutil.copytree(source, tmp_path / "copy")
+    constant.init_from = str(tmp_path / "copy")
+    (tmp_path / "copy" / "checkpoints" / "6" / "meta" / "metadata").write_text("")
+    with pytest.raises(ValueError, match=r"6 is damaged .*RUN@STEP names another of \[1, 2, 3, 4"):
+        train(constant, tmp_path / "run")
 
 
 def test_arrays_that_differ_are_named(source, constant, tmp_path):

@@ -9,7 +9,7 @@ import yaml
 from conftest import ROOT
 from launch_helpers import Launch, has_shellcheck
 
-RUN = {"CONFIG": "configs/7b_delta_block.py", "WORKDIR": "/mnt/runs/b"}
+RUN = {"CONFIG": "configs/7b_delta_block.py", "WORKDIR": "gs://bucket/run"}
 TPU = {"PROJECT": "p", "ZONE": "us-east5-a", "NAME": "b", "ACCELERATOR": "v5p-128"}
 XPK = {**TPU, "CLUSTER": "c", "IMAGE": "i:tpu", **RUN}
 GKE = {
@@ -21,7 +21,6 @@ GKE = {
     "TOPOLOGY": "4x4x4",
     "SLICES": "2",
     "IMAGE": "i:tpu",
-    "NFS": "10.0.0.2:/runs",
     **RUN,
 }
 PROJECT = {"PROJECT": "p", "ZONE": "us-east5-a", "BUCKET": "data-of-p"}
@@ -33,13 +32,11 @@ CASES = [
     ("tpu_vm.sh", "wait", TPU, ["describe"]),
     ("tpu_vm.sh", "install", TPU, ["git archive", "tpu-vm scp", "--worker=all", "node.sh install"]),
     ("tpu_vm.sh", f"run {FLAG}", {**TPU, **RUN}, ["--worker=all", "node.sh start", "data.mixture"]),
-    ("tpu_vm.sh", "install", {**TPU, "NFS": "10.0.0.2:/runs"}, ["NFS=10.0.0.2:/runs"]),
     ("tpu_vm.sh", "logs", TPU, ["--worker=0", "node.sh log"]),
     ("tpu_vm.sh", "stop", TPU, ["--worker=all", "node.sh stop"]),
     ("tpu_vm.sh", "resume", {**TPU, **RUN}, ["create", "scp", "node.sh install", "node.sh resume"]),
     ("tpu_vm.sh", "delete", TPU, ["queued-resources delete", "--force"]),
     ("xpk.sh", "cluster", XPK, ["cluster create", "--tpu-type=v5p-128", "--on-demand"]),
-    ("xpk.sh", "storage", XPK, ["storage create runs", "--mount-point=/mnt/runs"]),
     ("xpk.sh", f"create {FLAG}", XPK, ["workload create", "launch/restart.sh", "data.mixture"]),
     ("xpk.sh", "logs", XPK, ["get-credentials", "kubectl logs", "jobset-name=b"]),
     ("xpk.sh", "delete", XPK, ["workload delete"]),
@@ -50,7 +47,7 @@ CASES = [
     ("slurm.sh", f"create {FLAG}", SLURM, ["sbatch", "--nodes=4", "launch/slurm.sbatch"]),
     ("slurm.sh", "stop", SLURM, ["scancel --full --signal=TERM"]),
     ("slurm.sh", "delete", SLURM, ["scancel --name=b"]),
-    ("project.sh", "create", PROJECT, ["services enable", "buckets create", "capacity=1TB"]),
+    ("project.sh", "create", PROJECT, ["services enable", "buckets create"]),
     ("project.sh", "data", PROJECT, ["storage rsync", "gs://data-of-p/data"]),
     (
         "project.sh",
@@ -58,8 +55,6 @@ CASES = [
         {**PROJECT, "IMAGE": "r/i:tpu"},
         ["--target=tpu", "docker push r/i:tpu"],
     ),
-    ("project.sh", "delete", PROJECT, ["filestore instances delete runs"]),
-    ("node.sh", "install", {"PLATFORM": "tpu", "NFS": "n:/runs"}, ["mount -t nfs -o hard n:/runs"]),
     ("node.sh", "install", {"PLATFORM": "gpu"}, ["requirements-cuda.txt", "--no-deps ."]),
 ]
 
@@ -137,8 +132,12 @@ def test_missing_variables_are_named_together(launch, script, verb, names):
             {**GKE, "TOPOLOGY": "3x3"},
             "9 chips, no multiple of CHIPS_PER_HOST=4",
         ),
-        ("gke.sh", ["render"], {**GKE, "WORKDIR": "gs://b/x"}, "buckets hold data alone"),
-        ("gke.sh", ["render"], {**GKE, "NFS": "10.0.0.2"}, "NFS='10.0.0.2' must have the form"),
+        (
+            "gke.sh",
+            ["render"],
+            {**GKE, "WORKDIR": "s3://b/x"},
+            "WORKDIR='s3://b/x' must have the form",
+        ),
         ("slurm.sh", ["create"], {**SLURM, "NODES": "two"}, "NODES='two' must have the form"),
         ("restart.sh", [], {}, "no command to run"),
         (
@@ -180,10 +179,7 @@ def test_what_the_project_has_is_not_made_again(launch):
     launch.answer("describe", "READY")
     done = launch.bash("project.sh", "create", **PROJECT)
     assert "data-of-p is there already" in done.stderr
-    assert "runs is there already: READY" in done.stderr
-    assert [call[3] for call in launch.calls()] == ["tpu.googleapis.com", "describe", "describe"]
-    launch.answer("describe", "10.0.0.2")
-    assert launch.bash("project.sh", "share", **PROJECT).stdout == "NFS=10.0.0.2:/runs\n"
+    assert [call[3] for call in launch.calls()] == ["tpu.googleapis.com", "describe"]
 
 
 def test_an_error_of_the_question_is_no_answer(launch):
@@ -240,7 +236,6 @@ def test_the_manifest_of_several_slices(launch):
     trainer = ["python", "-m", "deltares_jax.train", f"--config={RUN['CONFIG']}"]
     trainer += [f"--workdir={RUN['WORKDIR']}", "--config.train.platform=tpu", FLAG]
     assert container["command"] == ["launch/restart.sh", *trainer, '--config.a="\\']
-    assert pod["volumes"][0]["nfs"] == {"server": "10.0.0.2", "path": "/runs"}
     (rule,) = job["podFailurePolicy"]["rules"]
     final = rule["onExitCodes"]["values"]
     assert {2, 3, 4, 5, 6} <= set(final)
@@ -251,9 +246,10 @@ def test_commands_of_the_page(launch):
     """With the variables that the page sets before, each script does what it is given there."""
     text = (ROOT / "launch" / "README.md").read_text()
     lines = "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).splitlines()
-    env, scripts = {"NFS": "10.0.0.2:/runs"}, []
+    env: dict[str, str] = {}
+    scripts = []
     for line in lines:
-        if line.startswith("export ") and "$(" not in line:
+        if line.startswith("export "):
             done = launch.bash("-c", f"{line}\nenv", **env)
             env |= dict(pair.split("=", 1) for pair in done.stdout.splitlines() if "=" in pair)
         for found in re.findall(r"launch/(?!restart)\S+\.sh [^;)]+", line):

@@ -145,8 +145,13 @@ def test_generation_options_are_obeyed_or_refused():
     assert [(lengths, most) for _, lengths, most in model.sampled[2:]] == [([16, 1], 16)]
     assert adapted.counts.shortened == 2
     assert any("2 of 4 requests may take 16" in x for x in tasks.cut_lines(adapted.counts, LONGEST))
-    with pytest.raises(ValueError, match="num_beams is not known"):
-        adapted.generate_until(ask("generate_until", ("a", {"num_beams": 2})))
+    for options, why in (
+        ({"num_beams": 2}, "num_beams is not of do_sample, max_gen_toks"),
+        ({"max_gen_toks": "many"}, "invalid literal"),
+        ({"do_sample": True, "temperature": -2}, "temperature=-2.0 must be 0, or from"),
+    ):
+        with pytest.raises(ValueError, match=rf"generation_kwargs=.*: {why}"):
+            adapted.generate_until(ask("generate_until", ("a", options)))
 
 
 @pytest.mark.slow  # the harness reads all its task files

@@ -1,5 +1,6 @@
 """Whole runs: what is written, resumed, refused and stopped."""
 
+import importlib.machinery
 import importlib.util
 import itertools
 import json
@@ -214,20 +215,6 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_stop_before_the_first_step_says_that_nothing_was_saved(tiny, tmp_path, monkeypatch):
-    real = programs.Programs.__init__
-
-    def interrupted(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        real(*args)
-
-    monkeypatch.setattr(programs.Programs, "__init__", interrupted)
-    with pytest.raises(signals.Stop, match="before a step was made") as stopped:
-        train(tiny, tmp_path / "run")
-    assert stopped.value.code == 144
-    assert newest(tmp_path / "run") is None
-
-
 def test_a_step_that_is_not_finite_stops_the_run(tiny, tmp_path, monkeypatch):
     real = pipeline.train_batches
 
@@ -350,6 +337,27 @@ def test_unwritable_compile_cache_is_said_and_survived(tiny, tmp_path, capsys, m
     train(tiny, tmp_path / "run")
     assert "compile_cache" in capsys.readouterr().out
     assert sorted(log(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_compile_cache_of_the_config_comes_before_that_of_the_environment(tiny, tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        for value, path in (("off", None), (str(tmp_path), str(tmp_path))):
+            tiny.train.compile_cache = value
+            programs.set_up_jax(config_lib.resolve(tiny))
+            assert jax.config.jax_compilation_cache_dir == path
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_summary_leaves_out_steps_of_an_attempt_that_left_no_checkpoint(finished, tmp_path):
+    config, source, result = finished
+    shutil.copytree(source, tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 50, "loss": 1.0, "tokens_seen": 9}\n{"step": 50, "eval_loss": 1.0}\n')
+    again = train(config, tmp_path / "run")
+    names = ("steps", "last_loss", "eval_loss")
+    assert [again[name] for name in names] == [result[name] for name in names]
 
 
 def test_rows_cut_off_by_a_crash_are_left_out(finished, tmp_path):
@@ -486,10 +494,12 @@ def test_a_profile_of_steps_made_before_is_said_to_be_none(finished, tmp_path, c
     assert "no profile: steps 2:3 were made before" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("found", ["nothing", "a folder of that name"])
 def test_wandb_that_is_not_installed_is_refused_before_anything_is_written(
-    tiny, tmp_path, monkeypatch
+    tiny, tmp_path, monkeypatch, found
 ):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    spec = importlib.machinery.ModuleSpec("wandb", None) if found != "nothing" else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     tiny.metrics.wandb = True
     with pytest.raises(ValueError, match=r"metrics\.wandb=True needs wandb: pip install"):
         train(tiny, tmp_path / "run")

@@ -1,9 +1,12 @@
 """How processes find each other: the roll, their place, the watch over each other."""
 
+import contextlib
 import functools
 import http.server
 import queue
+import socket
 import threading
+import time
 from typing import ClassVar
 
 import pytest
@@ -78,6 +81,26 @@ def test_late_process_joins_and_one_too_many_is_turned_away():
     assert answers["second"] == ["a", "b"]
     second.leave(0)
     first.leave(0)
+
+
+def test_process_that_is_started_again_while_others_are_waited_for():
+    port = free_port()
+    found = {}
+    first = threading.Thread(target=lambda: found.update(first=call(port, 0, timeout=20)))
+    first.start()
+    place = None
+    while place is None:
+        with contextlib.suppress(OSError):
+            place = socket.create_connection(("localhost", port))
+    connection = peers.Connection(place)
+    connection.send({"id": 1, "count": 3, "who": "one that dies"})
+    time.sleep(0.3)
+    connection.close()
+    others = call(port, 1, 2, timeout=20)
+    first.join()
+    for peer in (*others, *found["first"]):
+        assert isinstance(peer, peers.Peers), peer
+        peer.leave(0)
 
 
 def test_different_numbers_of_processes_are_refused():
@@ -170,6 +193,7 @@ TPU = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
         ({}, SLURM, ("node012:20154", 2, 4)),
         ({}, {**SLURM, "SLURM_STEP_NODELIST": "single,b"}, ("single:20154", 2, 4)),
         ({}, {**SLURM, "SLURM_STEP_NODELIST": "n[7-9]-ib"}, ("n7-ib:20154", 2, 4)),
+        ({}, {**SLURM, "SLURM_STEP_NODELIST": "r[1-2]n[03-4],a"}, ("r1n03:20154", 2, 4)),
         ({}, {**JAX, "JAX_PROCESS_ID": "3"}, ("run-0.run:1234", 3, 8)),
         ({}, {**JAX, "JOB_COMPLETION_INDEX": "5"}, ("run-0.run:1234", 5, 8)),
         ({}, {"JOB_COMPLETION_INDEX": "5"}, None),  # a Job of pods that do not know each other
@@ -187,6 +211,14 @@ TPU = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
         # Flags come first, key by key.
         ({"coordinator": "h:9", "process_id": 0, "num_processes": 2}, SLURM, ("h:9", 0, 2)),
         ({"coordinator": "h:9"}, SLURM, ("h:9", 2, 4)),
+        ({"coordinator": "h:9"}, {"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}, ("h:9", 3, 8)),
+        # All of them are all that is looked at.
+        (
+            {"coordinator": "h:9", "process_id": 0, "num_processes": 2},
+            {"SLURM_STEP_NUM_TASKS": "4"},
+            ("h:9", 0, 2),
+        ),
+        ({"num_processes": 1}, {"SLURM_STEP_NUM_TASKS": "4"}, None),
     ],
 )
 def test_place_is_found(given, env, place):
@@ -194,20 +226,35 @@ def test_place_is_found(given, env, place):
     assert (found and (found.coordinator, found.process_id, found.num_processes)) == place
 
 
+def at(address):
+    return {"coordinator": address, "process_id": 0, "num_processes": 2}
+
+
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "env", "words"),
     [
-        ({"coordinator": "h:9"}, "needs distributed.process_id"),
-        ({"num_processes": 2, "process_id": 1}, "needs distributed.coordinator"),
-        ({"coordinator": "h:9", "process_id": 1}, "needs distributed.num_processes"),
-        ({"coordinator": "h", "process_id": 0, "num_processes": 2}, "must be HOST:PORT"),
-        ({"coordinator": "h:70000", "process_id": 0, "num_processes": 2}, "a port from 1 to"),
-        ({"coordinator": "h:9", "process_id": 2, "num_processes": 2}, "must be below"),
+        ({"coordinator": "h:9"}, {}, "needs distributed.process_id"),
+        ({"num_processes": 2, "process_id": 1}, {}, "needs distributed.coordinator"),
+        ({"coordinator": "h:9", "process_id": 1}, {}, "needs distributed.num_processes"),
+        # Else it would train for itself.
+        ({"process_id": 1}, {}, "process_id=1 needs distributed.coordinator"),
+        ({"process_id": 1, "num_processes": 1}, {}, "process_id=1 must be .* below .*=1"),
+        ({}, {"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}, "JAX_COORDINATOR_ADDRESS"),
+        ({}, {"JAX_COORDINATOR_ADDRESS": "h:9"}, "JAX_PROCESS_ID"),
+        ({}, {**JAX, "JAX_PROCESS_ID": "8"}, "process_id=8 must be .* below .*=8"),
+        ({}, {**JAX, "JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID='-1' must be a whole number"),
+        ({}, {**JAX, "JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two' must be a whole"),
+        ({}, {**SLURM, "SLURM_PROCID": ""}, "has no SLURM_PROCID"),
+        ({}, {**TPU, "TPU_WORKER_ID": ""}, "has no TPU_WORKER_ID"),
+        (at("h"), {}, "must be HOST:PORT"),
+        (at("http://h:9"), {}, "must be HOST:PORT"),
+        (at("h:70000"), {}, "a port from 1 to"),
+        ({"coordinator": "h:9", "process_id": 2, "num_processes": 2}, {}, "must be .* below"),
     ],
 )
-def test_place_that_is_incomplete_is_refused(given, words):
+def test_place_that_is_incomplete_is_refused(given, env, words):
     with pytest.raises(ValueError, match=words):
-        startup.find_place(settings(**given), {})
+        startup.find_place(settings(**given), env)
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):

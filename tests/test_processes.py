@@ -5,15 +5,7 @@ import signal
 
 import pytest
 from process_helpers import Process, free_port, group, member
-from run_helpers import newest
-
-from deltares_jax.training import metrics
-
-
-def log(folder):
-    rows, held_out = metrics.read_rows(folder)
-    names = ("loss", "learning_rate", "grad_norm", "tokens_seen")
-    return {s: [r[n] for n in names] for s, r in rows.items()}, held_out
+from run_helpers import log, newest
 
 
 def arguments(tmp_path, steps, *more):

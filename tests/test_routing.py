@@ -8,31 +8,23 @@ import re
 import shutil
 import subprocess
 
-import jax
 import numpy as np
 import pytest
-from routing_helpers import known_params, logits_by_reader, small, write_params
-from test_model import init, randomise
+from inference_helpers import bare_command, open_run
+from routing_helpers import logits_by_reader, small, write_run
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.analysis import routing_plots, token_labels
+from deltares_jax.analysis import routing_plots
 from deltares_jax.data import dataset
 from deltares_jax.data.tokens import ByteTokenizer
-from deltares_jax.inference import routes
+from deltares_jax.inference import measured
 from deltares_jax.models import readings
 
 FIGURES = ["max_weight", "histogram", "cosine", "norms", "by_depth"]
 TEXT = "a\n$é"
+READERS = ["layers.1.mlp", "layers.0.mlp", "layers.1.attn"]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or ""
-
-
-def write_run(config, folder, known=False):
-    if known:
-        params = known_params(config.model, logits_by_reader(config.model))
-    else:
-        params = randomise(init(config.model, jax.random.key(0)), scale=0.1)
-    return write_params(config, folder, params)
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +39,11 @@ def folder(corpora, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(folder):
-    """A report on both, by the command as a user runs it: no display, no network, no home."""
-    from conftest import run_command
-
+    """A report on both, by the command as on a bare machine."""
     flags = [f"--workdir={folder / 'known'}", f"--compare={folder / 'cumulative'}", "--knockout"]
-    nowhere = {"DISPLAY": "", "HOME": "/nonexistent", "https_proxy": "http://127.0.0.1:9"}
+    flags += [f"--text={TEXT}", f"--readers={','.join(READERS)}", f"--out={folder / 'out'}"]
     out = folder / "out"
-    ended = run_command("routing", *flags, f"--text={TEXT}", f"--out={out}", env=nowhere)
+    ended = bare_command(folder, "routing", *flags)
     assert ended.returncode == 0, ended.stderr
     assert "report.html" in ended.stdout
     assert not [line for line in ended.stderr.splitlines() if "cpu_aot_loader" not in line]
@@ -95,11 +85,7 @@ def test_text_of_the_report(report, folder):
     weights = load(folder / "cumulative").routing(ids)
     found = values["runs"][1]["text"]
     assert found["tokens"] == ["a", "⏎", r"\$", "[195]", "[169]"]
-    assert [r["name"] for r in found["readers"]] == [
-        "layers.0.mlp",
-        "layers.1.attn",
-        "layers.1.mlp",
-    ]
+    assert [reader["name"] for reader in found["readers"]] == READERS
     for reader in found["readers"]:
         np.testing.assert_allclose(reader["weights"], weights[reader["name"]][:, 0], atol=1e-5)
 
@@ -218,6 +204,9 @@ def test_every_shape(corpora, tmp_path, in_process, variant, options, dtype):
     for reader in own["readers"]:
         if reader["sources"]:
             np.testing.assert_allclose(sum(reader["weights"]), 1, rtol=1e-5)
+    for reader in own["text"]["readers"]:
+        assert np.shape(reader["weights"]) == (len(sources[reader["name"]]), 2)
+        np.testing.assert_allclose(np.sum(reader["weights"], axis=0), 1, rtol=1e-5)
     assert (own["histogram"] is None) == all(len(names) < 2 for names in sources.values())
     page = (tmp_path / "out/report.html").read_text()
     assert ('id="histogram"' in page) == (own["histogram"] is not None)
@@ -235,70 +224,22 @@ def test_a_baseline_has_the_norm_of_its_stream(folder, tmp_path, in_process):
     assert "nothing is routed" in (out / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--workdir="], "--workdir is missing"),
-        (["--workdir=nowhere"], "--workdir=nowhere: nowhere is no run"),
-        (["--compare=nowhere"], "--compare=nowhere: nowhere is no run"),
-        (["--compare=KNOWN"], "step 1 of this run is named twice"),
-        (["--compare=LONGER"], "data.seq_len=32, but 16"),
-        (["--compare=OTHER_TOKENS"], "only runs that read the same tokens are compared"),
-        (["--step=7"], "no checkpoint of step 7"),
-        (["--out="], "--out is missing"),
-        (["--out=FULL"], "is there already"),
-        (["--out=/proc/out"], "--out=/proc/out cannot be made"),
-        (["--out=gs://bucket/x"], "must be a local folder"),
-        (["--text="], "--text has 0 tokens; it must have 1 to 16"),
-        (["--text=seventeen letters"], "--text has 17 tokens; it must have 1 to 16 (data.seq_len"),
-        (["--readers=layers.0.mlp"], "give --text, too"),
-        (["--text=a", "--readers=layer.1.mlp"], "did you mean layers.1.mlp?"),
-        (["--text=a", "--readers=layers.0.attn"], "no reader with sources"),
-        (["--data=a=text,b=text"], "give one set"),
-        (["--data=a=/nowhere"], "/nowhere"),
-        (["--tokens=-1"], "--tokens=-1"),
-        (["--mesh=fsdp=3"], "mesh"),
-        (["--reader=x"], "unknown flag --reader"),
-    ],
-)
-def test_bad_input_is_one_line(folder, corpora, bpe, tmp_path, in_process, flags, expected):
-    names = {"KNOWN": folder / "known", "FULL": folder, "LONGER": "", "OTHER_TOKENS": ""}
-    for name, values in (
-        ("LONGER", {"data.seq_len": 32}),
-        ("OTHER_TOKENS", {"data.tokenizer": str(bpe), "model.vocab_size": 300}),
-    ):
-        if any(name in flag for flag in flags):
-            config = config_lib.from_dict(small(corpora / "long").to_dict())
-            config.update_from_flattened_dict(values)
-            names[name] = write_run(config_lib.resolve(config), tmp_path / name)
-    for name, path in names.items():
-        flags = [flag.replace(f"={name}", f"={path}") for flag in flags]
-    given = [f"--workdir={folder / 'known'}", f"--out={tmp_path / 'out'}"]
-    code, error = in_process("routing", *given, *flags)
-    assert code == 2
-    assert expected in error
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+@pytest.mark.slow
+def test_numbers_are_the_same_on_every_mesh(folder):
+    """With batches that the devices do not divide."""
 
+    def measure(devices, mesh=""):
+        model = open_run(folder / "cumulative", mesh, devices)
+        rows = dataset.open_eval_sets(model.config)["text"]
+        table = measured.measure(model, rows, 5, model.batch_size(2))
+        weights = measured.of_text(model, np.arange(9), ["layers.1.mlp"])["layers.1.mlp"]
+        return table, weights
 
-def test_what_stops_it_leaves_nothing(folder, tmp_path, in_process, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(routes, "follow", interrupted)
-    (tmp_path / ".out.partial").mkdir()  # of one that was killed
-    code, error = in_process(
-        "routing", f"--workdir={folder / 'known'}", f"--out={tmp_path / 'out'}"
-    )
-    assert (code, error) == (144, "interrupted\n")
-    assert not list(tmp_path.iterdir())
-
-
-def test_tokens_are_shown_in_one_line(bpe):
-    class Spelt:
-        def decode(self, ids):
-            return {0: " the", 1: "\n\t", 2: "中", 3: "\ufffd", 4: "", 5: "Δ$"}[ids[0]]
-
-    labels = token_labels.labels(Spelt(), range(6))
-    assert labels == ["␣the", "⏎⇥", "U+4E2D", "[3]", "[4]", r"Δ\$"]
+    (alone, alone_ST), (cut, cut_ST) = measure(1), measure(8, "data=2,fsdp=2,tensor=2")
+    assert alone["tokens"] == cut["tokens"] == 80
+    for key in ("max_weight", "stream_norm", "routed_ratio"):
+        values = [[reader[key] for reader in table["readers"]] for table in (alone, cut)]
+        np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+    cosines = [[row["mean"] for row in table["cosines"]] for table in (alone, cut)]
+    np.testing.assert_allclose(*cosines, atol=1e-5)
+    np.testing.assert_allclose(alone_ST, cut_ST, atol=1e-5)

@@ -1,6 +1,7 @@
 """Saves that fail: a full disk, a folder that cannot be written."""
 
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -10,8 +11,9 @@ import pytest
 from conftest import ROOT
 from run_helpers import losses, saved, train
 
+from deltares_jax import config as config_lib
 from deltares_jax import load
-from deltares_jax.training import checkpoint, metrics, signals
+from deltares_jax.training import checkpoint, metrics, programs, signals
 
 pytestmark = pytest.mark.usefixtures("one_layer")
 
@@ -40,6 +42,42 @@ def test_save_that_fails_in_the_background_stops_the_run_at_the_next_steps(
     assert stop.value.code == 6
     assert max(losses(tmp_path / "run")) <= 4
     assert load(tmp_path / "run").step == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (OSError(28, "No space left on device"), signals.Stop, "No space .*; step 2 is the newest"),
+        (PermissionError(13, "denied", "/x/.lock"), ValueError, r"^/x/\.lock: denied; .*uid \d"),
+    ],
+)
+def test_log_that_cannot_be_written_ends_the_run_in_words(
+    tiny, tmp_path, monkeypatch, error, kind, words
+):
+    real = metrics.Writer.write
+
+    def write(self, step, row):
+        if step == 4:
+            raise error
+        real(self, step, row)
+
+    monkeypatch.setattr(metrics.Writer, "write", write)
+    tiny.checkpoint.every = 2
+    with pytest.raises(kind, match=words) as raised:
+        train(tiny, tmp_path / "run")
+    assert getattr(raised.value, "code", 2) == (6 if kind is signals.Stop else 2)
+    assert load(tmp_path / "run").step == 2
+
+
+def test_user_without_a_home_goes_on_without_a_compile_cache(tiny, monkeypatch, capsys):
+    def nobody(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    config = config_lib.resolve(tiny)
+    monkeypatch.setattr(pathlib.Path, "expanduser", nobody)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    programs.set_up_jax(config)
+    assert "train.compile_cache=auto cannot be written" in capsys.readouterr().out
 
 
 def command(*arguments, prefix=()):

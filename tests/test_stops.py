@@ -8,19 +8,13 @@ import threading
 import time
 
 import pytest
-from run_helpers import train
+from conftest import tiny_config
+from run_helpers import log, train
 
 from deltares_jax import load
 from deltares_jax.training import checkpoint, evaluation, metrics, programs, signals
 
 pytestmark = pytest.mark.usefixtures("one_layer")
-
-
-def log(folder):
-    """What the run made, without the clock."""
-    rows, held_out = metrics.read_rows(folder)
-    names = ("loss", "learning_rate", "grad_norm", "tokens_seen")
-    return {s: [r[n] for n in names] for s, r in rows.items()}, held_out
 
 
 def send(number=signal.SIGTERM):
@@ -69,13 +63,26 @@ def test_stop_in_the_compilation_of_a_resumed_run_names_what_is_kept(tiny, tmp_p
     stopped(tiny, tmp_path / "run", "made; step 6 is the newest checkpoint", 144)
 
 
+def evaluated(config):
+    config.model.num_layers = 1
+    config.model.residual.variant = "baseline"
+    config.eval.update({"every": 2, "rows": 24})
+    config.checkpoint.every = 3
+    return config
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """What a run made that was left alone, and evaluated every second step."""
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    train(evaluated(tiny_config()), folder)
+    return log(folder)
+
+
 # In between, and after the last step.
 @pytest.mark.parametrize("at", [4, pytest.param(6, marks=pytest.mark.slow)])
-def test_stop_in_an_evaluation_loses_nothing(tiny, tmp_path, monkeypatch, at):
-    tiny.eval.update({"every": 2, "rows": 24})
-    tiny.checkpoint.every = 3
-    train(tiny, tmp_path / "straight")
-
+def test_stop_in_an_evaluation_loses_nothing(tiny, straight, tmp_path, monkeypatch, at):
+    evaluated(tiny)
     real, calls = evaluation.pipeline.eval_batches, []
 
     def batches(*args):
@@ -90,30 +97,28 @@ def test_stop_in_an_evaluation_loses_nothing(tiny, tmp_path, monkeypatch, at):
         stopped(tiny, tmp_path / "stopped", f"after step {at}, which is saved", 143)
     assert at not in log(tmp_path / "stopped")[1]
     train(tiny, tmp_path / "stopped")
-    assert log(tmp_path / "stopped") == log(tmp_path / "straight")
+    assert log(tmp_path / "stopped") == straight
 
 
 def test_stop_at_an_evaluated_step_leaves_the_evaluation_to_the_next_run(
-    tiny, tmp_path, monkeypatch
+    tiny, straight, tmp_path, monkeypatch
 ):
-    tiny.eval.every = 2
-    train(tiny, tmp_path / "straight")
+    evaluated(tiny)
     with monkeypatch.context() as patch:
         at_step(patch, 3)  # noticed at step 4
         stopped(tiny, tmp_path / "stopped", "after step 4, which is saved", 143)
     train(tiny, tmp_path / "stopped")
-    assert log(tmp_path / "stopped") == log(tmp_path / "straight")
+    assert log(tmp_path / "stopped") == straight
 
 
-def test_stop_of_a_command_that_still_starts():
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_stop_of_a_command_that_still_starts(name):
     """Not 143, which would say that something was saved."""
     code = "from deltares_jax.training import signals as s; import signal, os, time; "
-    code += "signal.signal(signal.SIGTERM, s.end_at_once); os.kill(os.getpid(), signal.SIGTERM); "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "time.sleep(60)"], capture_output=True, text=True
-    )
+    code += f"s.end_on_request(); os.kill(os.getpid(), signal.{name}); time.sleep(60)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 144
-    assert done.stderr == "stopped by SIGTERM outside of training; there is nothing to save\n"
+    assert done.stderr == f"stopped by {name} outside of training; there is nothing to save\n"
 
 
 def test_second_sigterm_changes_nothing(tiny, tmp_path, monkeypatch):

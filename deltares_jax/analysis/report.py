@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 
 from deltares_jax.analysis import routing_plots
-from deltares_jax.analysis.routing_plots import Plot, Run
+from deltares_jax.analysis.run_plots import Plot, Run
 
 _NUMBERS = (
     ("max_weight", "largest weight"),

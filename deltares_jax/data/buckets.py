@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import logging
 import os
 import pathlib
 from typing import Any
@@ -70,6 +71,8 @@ class _Files:
             raise ValueError(
                 f"{asked}: {address} needs {module}: pip install 'deltares-jax[{extra}]'"
             )
+        # Else tracebacks of what is tried again.
+        logging.getLogger(module).setLevel(logging.CRITICAL)
         self._system: Any = self._guarded(
             lambda: fsspec.filesystem(scheme, use_listings_cache=False)
         )

@@ -106,7 +106,10 @@ class HarnessModel(TemplateLM):
         groups: dict[Any, list[tuple[int, list[int]]]] = {}
         for number, request in enumerate(requests):
             context, options = request.args
-            group, asked = self._options(options)
+            try:
+                group, asked = self._options(options)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"generation_kwargs={options}: {error}") from error
             # What a task does not leave room for is cut at the start of the context, but not all.
             most = asked if asked < self._longest else max(1, self._longest // 2)
             ids = self.tok_encode(context) or [self.eot_token_id]
@@ -128,10 +131,7 @@ class HarnessModel(TemplateLM):
         """Stop texts and sampling of a request, and how many tokens it may take."""
         unknown = sorted(set(options) - _KNOWN)
         if unknown:
-            raise ValueError(
-                f"generation_kwargs: {', '.join(unknown)} is not known; known are "
-                f"{', '.join(sorted(_KNOWN))}"
-            )
+            raise ValueError(f"{', '.join(unknown)} is not of {', '.join(sorted(_KNOWN))}")
         until = options.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(filter(None, until))
         drawn = bool(options.get("do_sample", options.get("temperature", 0) > 0))

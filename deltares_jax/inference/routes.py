@@ -38,6 +38,7 @@ class Asked(NamedTuple):
     text: str | None
     readers: list[str]
     knockout: bool
+    data: str
 
 
 class _Text(NamedTuple):
@@ -46,7 +47,7 @@ class _Text(NamedTuple):
     readers: list[list[readings.Reader]]  # of each run
 
 
-def find(given: list[tuple[str, str]], step: str, data: str) -> list[Run]:
+def find(given: list[tuple[str, str]], step: str, data: str = "") -> list[Run]:
     """The checkpoints that (flag, path) pairs name; the first is the one whose text all read.
 
     Args:
@@ -59,6 +60,8 @@ def find(given: list[tuple[str, str]], step: str, data: str) -> list[Run]:
     """
     runs: list[Run] = []
     for flag, path in given:
+        if runs and not path:
+            raise ValueError(f"{flag}= is empty; name a run, or leave it out")
         try:
             folder, at = trained.find(path, "" if runs else step)
             config = trained.saved_config(folder, at)
@@ -123,6 +126,16 @@ def _open_text(runs: list[Run], asked: Asked) -> _Text | None:
     )
 
 
+def _open_rows(config: FrozenConfigDict, asked: Asked) -> tuple[str, Rows]:
+    """The first held-out set by name."""
+    try:
+        return next(iter(dataset.open_eval_sets(config).items()))
+    except ValueError as error:
+        raise ValueError(
+            str(error).replace("eval.sets", "--data" if asked.data else "eval.sets")
+        ) from None
+
+
 def _chosen(run: Run, names: list[str]) -> list[readings.Reader]:
     there = {r.name: r for r in readings.readers(run.config.model) if r.sources}
     for name in names:
@@ -156,7 +169,7 @@ def follow(runs: list[Run], asked: Asked) -> tuple[dict[str, Any], list[dict[str
     """
     text = _open_text(runs, asked)
     main = runs[0].config
-    name, rows = next(iter(dataset.open_eval_sets(main).items()))
+    name, rows = _open_rows(main, asked)
     T = main.data.seq_len
     tokens = main.eval.rows * T if asked.tokens is None else asked.tokens
     count = min(len(rows), -(-tokens // T) if tokens else len(rows))
@@ -177,8 +190,13 @@ def follow(runs: list[Run], asked: Asked) -> tuple[dict[str, Any], list[dict[str
         if text and chosen:
             weights = measured.of_text(model, text.ids, [reader.name for reader in chosen])
             parts = [
-                {"name": r.name, "label": r.label, "sources": r.sources, "weights": w.tolist()}
-                for r, w in zip(chosen, weights.values(), strict=True)
+                {
+                    "name": reader.name,
+                    "label": reader.label,
+                    "sources": reader.sources,
+                    "weights": weights[reader.name].tolist(),
+                }
+                for reader in chosen
             ]
             own["text"] = {"tokens": text.labels, "readers": parts}
         found.append(own)

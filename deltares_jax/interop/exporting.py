@@ -26,7 +26,7 @@ _SHARD_BYTES = 5 * 10**9
 def _open_out(out: str) -> pathlib.Path:
     """The folder to write, which must be new or empty."""
     config_checks.local_folder("--out", out)
-    target = pathlib.Path(out).expanduser().absolute()
+    target = pathlib.Path(out).expanduser().resolve()  # it is renamed to, which no link can be
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"--out={out} is there already; give a new folder")
     return target

@@ -11,7 +11,7 @@ import safetensors
 from deltares_jax import config as config_lib
 from deltares_jax.data import hub
 from deltares_jax.interop import hf_config
-from deltares_jax.interop.names import Tensor
+from deltares_jax.interop.names import HEAD, Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,9 +55,13 @@ def locate(hf: str) -> pathlib.Path:
     folder = config_lib.cache_folder() / "models" / hf
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {hf_config.FILE, INDEX, *COMPANIONS}
+    try:
+        listed = hub.list_files(hf, "main", "", kind="models")
+    except ValueError as error:
+        raise ValueError(f"--hf={hf} is no folder, and no hub id that answers: {error}") from None
     remotes = [
         remote
-        for remote in hub.list_files(hf, "main", "", kind="models")
+        for remote in listed
         if remote.path in wanted or re.fullmatch(r"[^/]+\.safetensors", remote.path)
     ]
     for old in set(folder.glob("*.*")) - {folder / remote.path for remote in remotes}:
@@ -103,6 +107,8 @@ def _shards(folder: pathlib.Path) -> tuple[list[str], dict[str, str]]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} is damaged: its weight_map names no tensor")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index} is damaged: its weight_map must give each tensor a file's name")
     absent = sorted(set(weight_map.values()) - set(present))
     if absent:
         raise ValueError(f"{index} names {absent[0]}, which is not there{_more(absent)}")
@@ -125,6 +131,7 @@ def stored_tensors(folder: pathlib.Path) -> dict[str, Stored]:
     names, weight_map = _shards(folder)
     for path in map(folder.joinpath, names):
         try:
+            path.open("rb").close()  # safetensors tells a wrong reason where it cannot
             with safetensors.safe_open(path, "np") as file:
                 for tensor in file.keys():  # noqa: SIM118 - it is no mapping
                     part = file.get_slice(tensor)
@@ -171,8 +178,10 @@ def check(
     """
     missing = sorted(wanted.keys() - stored.keys())
     if missing:
+        why = " by tie_word_embeddings=false" if missing[0] == HEAD else ""
         raise ValueError(
             f"{missing[0]} is missing in {folder}{_more(missing)}; {hf_config.FILE} asks for it"
+            + why
         )
     extra = sorted(stored.keys() - wanted.keys() - left_out)
     if extra:

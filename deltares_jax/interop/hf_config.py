@@ -3,6 +3,7 @@
 Free of jax, so that what we do not compute is refused before a device starts.
 """
 
+import re
 from typing import Any
 
 from ml_collections.config_dict.config_dict import FrozenConfigDict
@@ -23,6 +24,7 @@ _INTEGERS = {
     "intermediate_size": "mlp_width",
 }
 _DEFAULT_THETA = 10000.0  # of transformers, 4 and 5
+_LARGEST = 3e38  # of float32
 
 # Variants by the released code's mode; that code has no counterpart of the last two.
 _MODES = {
@@ -68,8 +70,14 @@ def read(values: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]
       ValueError: a field is missing, or asks for what is not computed here.
     """
     kind = values.get("model_type")
-    if kind not in _ARCHITECTURES:
+    if kind not in (PLAIN, ROUTED):
         raise ValueError(f"{where}: model_type={kind!r} must be {PLAIN} or {ROUTED}")
+    routed = [key for key in values if key.startswith("attnres_")]
+    if kind == PLAIN and routed:
+        raise ValueError(
+            f"{where}: model_type={PLAIN} and {routed[0]}={values[routed[0]]!r} disagree; a model "
+            f"with routing is of the model_type {ROUTED}"
+        )
     named = values.get("architectures")
     if named and named != [_ARCHITECTURES[kind]]:
         raise ValueError(
@@ -99,8 +107,9 @@ def _number(values: dict[str, Any], key: str, where: str) -> float:
     value = values.get(key)
     if value is None:
         raise ValueError(f"{where}: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where}: {key}={value!r} must be a number")
+    kind_fits = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (kind_fits and abs(value) < _LARGEST):  # nor nan
+        raise ValueError(f"{where}: {key}={value!r} must be a number that float32 holds")
     return float(value)
 
 
@@ -124,9 +133,9 @@ def _refuse_other_computation(values: dict[str, Any], where: str) -> None:
         value = values.get(key, default)
         if value not in (default, only):
             raise ValueError(f"{where}: {key}={value!r} is not supported; it must be {only!r}")
-    layers, kinds = values.get("num_hidden_layers"), values.get("layer_types")
+    layers, kinds = values["num_hidden_layers"], values.get("layer_types")
     if kinds is not None:
-        allowed = {"full_attention", _layer_type(values)}
+        allowed = ("full_attention", _layer_type(values))
         odd = [k for k in kinds if k not in allowed] if isinstance(kinds, list) else [kinds]
         if odd or len(kinds) != layers:
             raise ValueError(
@@ -134,7 +143,7 @@ def _refuse_other_computation(values: dict[str, Any], where: str) -> None:
                 f"it must be full_attention, {layers} times"
             )
     elif values.get("use_sliding_window") and values.get("sliding_window", 4096) is not None:
-        first = values.get("max_window_layers", 28)
+        first = _integer({"max_window_layers": 28} | values, "max_window_layers", where)
         if first < layers:
             raise ValueError(
                 f"{where}: use_sliding_window=true with max_window_layers={first} below "
@@ -199,6 +208,20 @@ def _residual(values: dict[str, Any], where: str) -> tuple[dict[str, Any], list[
         residual["null_source"] = False
         notes.append(f"attnres_use_null_source has no effect with attnres_mode={mode}: left out")
     return residual, notes
+
+
+def in_its_words(error: str, where: str, plain: bool) -> str:
+    """What is wrong with the config of a converted model, by the fields and flags it came from.
+
+    Args:
+      error: of the checks of the config, which name keys of ours.
+      where: the path of the config.json.
+      plain: whether the model is, so that its routing comes from flags.
+    """
+    theirs = {ours: theirs for theirs, ours in _INTEGERS.items()} | {"norm_eps": "rms_norm_eps"}
+    text = error.replace("model.residual.", "--" if plain else "attnres_")
+    text = re.sub(r"model\.(\w+)", lambda key: theirs.get(key[1], key[1]), text)
+    return text if text.startswith("--") else f"{where}: {text}"
 
 
 def ignores_null_source(values: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ import tokenizers
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config as config_lib
+from deltares_jax import config_notes
 from deltares_jax.data import tokens
 from deltares_jax.interop import files, hf_config, names, placing
 from deltares_jax.models import sizes, variants
@@ -83,7 +84,11 @@ def _config(
             f"tokenizer: ids below {size:,}; the embedding has {config.model.vocab_size:,} rows, "
             "all are kept"
         )
-    return config_lib.resolve(config), notes
+    try:
+        return config_lib.resolve(config), notes
+    except ValueError as error:
+        plain, where = values["model_type"] == hf_config.PLAIN, str(folder / hf_config.FILE)
+        raise ValueError(hf_config.in_its_words(str(error), where, plain)) from None
 
 
 def _tokenizer_size(path: pathlib.Path) -> int:
@@ -99,7 +104,7 @@ def _summary(model: FrozenConfigDict, hf: str) -> str:
     return (
         f"{hf}: {model.num_layers} layers, width {model.width}, {model.num_heads} heads and "
         f"{model.num_kv_heads} KV heads of {model.head_dim}, MLP {model.mlp_width}, vocabulary "
-        f"{model.vocab_size:,}, {head}, rope_theta {model.rope_theta:g}, eps {model.norm_eps:g}"
+        f"{model.vocab_size:,}, {head}, rope_theta {model.rope_theta:.12g}, eps {model.norm_eps:g}"
     )
 
 
@@ -119,7 +124,7 @@ def _fresh_lines(
 
 def _residual_notes(config: FrozenConfigDict, asked: dict[str, Any]) -> list[str]:
     has_blocks = variants.VARIANTS[config.model.residual.variant].grows == "block"
-    return config_lib.notes(config) if has_blocks or asked.get("num_blocks") else []
+    return config_notes.notes(config) if has_blocks or asked.get("num_blocks") else []
 
 
 def _open_out(out: str) -> pathlib.Path:
@@ -193,7 +198,7 @@ def _save(
     kept = target / workdir_lib.KEPT
     kept.mkdir(exist_ok=True)
     for name in (hf_config.FILE, *files.COMPANIONS):
-        if (folder / name).exists():
+        if (folder / name).is_file():
             shutil.copyfile(folder / name, kept / name)
     workdir_lib.write_run_files(target, config, jax.devices())
     with checkpoint.Checkpointer(target, keep=1) as checkpoints:

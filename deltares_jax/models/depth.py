@@ -40,8 +40,7 @@ REMAT_POLICIES = {
 class Layer(nn.Module):
     """One decoder layer: attention and MLP, each reading through the residual seam.
 
-    Scanned over the layers of a block; returns the part of the state that changes, and what its two
-    readers do where `capture` asks for it.
+    Returns the part of the state that changes, and with `capture` what its two readers do.
     """
 
     config: FrozenConfigDict

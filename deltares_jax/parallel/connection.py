@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import re
+import select
 import socket
 import threading
 from typing import Any
@@ -14,7 +16,8 @@ def split_address(address: str) -> tuple[str, int]:
       ValueError: it is not of that form.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65535:
+    number = re.fullmatch(r"\d{1,5}", port, re.ASCII)
+    if not host or "/" in host or not number or not 0 < int(port) < 65535:
         raise ValueError(
             f"distributed.coordinator={address!r} must be HOST:PORT with a port from 1 to 65534"
         )
@@ -49,6 +52,14 @@ class Connection:
             raise
         except (OSError, ValueError):
             return None
+
+    def gone(self) -> bool:
+        """Whether the other one has ended; for a time in which it has nothing to send."""
+        try:
+            readable, _, _ = select.select([self._socket], [], [], 0)
+            return bool(readable) and not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Ends it."""

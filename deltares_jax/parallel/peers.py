@@ -96,6 +96,8 @@ class Peers:
                 place, _ = self._listener.accept()
             except TimeoutError:
                 break
+            finally:
+                self._forget_gone()
             twice = self._admit(Connection(place))
         missing = sorted(set(range(1, self.count)) - set(self._others))
         names = {0: self._me["who"]} | {n: c.who for n, c in sorted(self._others.items())}
@@ -115,6 +117,10 @@ class Peers:
         for connection in self._others.values():
             connection.send({"joined": self.count})
         threading.Thread(target=self._turn_away, daemon=True).start()
+
+    def _forget_gone(self) -> None:
+        """One that ended while it waited is missing, and may be started again."""
+        self._others = {n: c for n, c in self._others.items() if not c.gone()}
 
     def _admit(self, connection: Connection) -> str:
         """Takes up one that has connected; a text if its index or count is impossible."""

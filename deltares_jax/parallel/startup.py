@@ -14,6 +14,11 @@ from deltares_jax.parallel.connection import split_address
 
 _PORT = 8476  # where nothing says which
 _METADATA = "computeMetadata/v1/instance/attributes"
+_JAX = {
+    "coordinator": ("JAX_COORDINATOR_ADDRESS",),
+    "process_id": ("JAX_PROCESS_ID", "JOB_COMPLETION_INDEX"),
+    "num_processes": ("JAX_NUM_PROCESSES",),
+}
 
 
 @dataclasses.dataclass
@@ -33,88 +38,105 @@ def find_place(config: Any, env: Mapping[str, str] | None = None) -> Place | Non
       env: variables, those of this process when None.
 
     Raises:
-      ValueError: a part of it is missing.
+      ValueError: a part of it is missing, or cannot be.
     """
     env = os.environ if env is None else env
+    flags = {
+        "coordinator": config.coordinator or None,
+        "process_id": config.process_id if config.process_id >= 0 else None,
+        "num_processes": config.num_processes or None,
+    }
     found: dict[str, Any] = {}
-    for source in (_jax, _slurm, _tpu):
-        found = source(env)
-        if found:
-            break
-    if config.coordinator:
-        found["coordinator"] = config.coordinator
-    if config.process_id >= 0:
-        found["process_id"] = config.process_id
-    if config.num_processes:
-        found["num_processes"] = config.num_processes
-    if found.get("num_processes", 1) == 1 and not config.coordinator:
+    if None in flags.values() and config.num_processes != 1:
+        found = next(filter(None, (source(env) for source in (_jax, _slurm, _tpu))), {})
+    found |= {key: value for key, value in flags.items() if value is not None}
+    if not found:
         return None
-    for key in ("coordinator", "process_id", "num_processes"):
-        if key not in found:
+    alone = found.get("num_processes") == 1
+    for key, variables in _JAX.items():
+        if key not in found and not alone:
             given = ", ".join(f"distributed.{name}={value}" for name, value in found.items())
-            raise ValueError(f"{given} needs distributed.{key}, too; nothing else says it")
-    split_address(found["coordinator"])
-    if found["process_id"] >= found["num_processes"]:
+            raise ValueError(f"{given} needs distributed.{key} (or {variables[0]}), too")
+    if "coordinator" in found:
+        split_address(found["coordinator"])
+    if not 0 <= found.get("process_id", 0) < found["num_processes"]:
         raise ValueError(
-            f"distributed.process_id={found['process_id']} must be below "
-            f"distributed.num_processes={found['num_processes']}"
+            f"distributed.process_id={found.get('process_id', 0)} must be at least 0 and below "
+            f"distributed.num_processes={found['num_processes']} (by flags or the environment)"
         )
-    return Place(**found) if found["num_processes"] > 1 else None
+    return None if alone else Place(**found)
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    value = _value(env, name)
+    if not re.fullmatch(r"\d{1,9}", value, re.ASCII):
+        raise ValueError(f"{name}={value!r} must be a whole number")
+    return int(value)
+
+
+def _value(env: Mapping[str, str], name: str) -> str:
+    if not env.get(name):
+        raise ValueError(
+            f"the environment is that of several processes, but has no {name}; set it, or "
+            "distributed.coordinator, distributed.process_id and distributed.num_processes"
+        )
+    return env[name]
 
 
 def _jax(env: Mapping[str, str]) -> dict[str, Any]:
     """Variables that launchers set; on Kubernetes an indexed Job numbers its pods by itself."""
-    names = {
-        "coordinator": ("JAX_COORDINATOR_ADDRESS",),
-        "process_id": ("JAX_PROCESS_ID", "JOB_COMPLETION_INDEX"),
-        "num_processes": ("JAX_NUM_PROCESSES",),
-    }
     found: dict[str, Any] = {}
-    for key, variables in names.items():
-        value = next((env[name] for name in variables if env.get(name)), None)
-        if value is not None:
-            found[key] = value if key == "coordinator" else int(value)
-    return found if "coordinator" in found else {}
+    for key, variables in _JAX.items():
+        name = next((name for name in variables if env.get(name)), None)
+        if name is not None:
+            found[key] = env[name] if key == "coordinator" else _number(env, name)
+    # Pods of a Job may also have nothing to do with each other.
+    return found if any(env.get(variables[0]) for variables in _JAX.values()) else {}
 
 
 def _slurm(env: Mapping[str, str]) -> dict[str, Any]:
     """A step that srun has started."""
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
+    name = "SLURM_STEP_NUM_TASKS"
+    count = _number(env, name) if env.get(name) else 1
+    if count == 1:
         return {}
     # The first of `node[012-014,7]-x,other`.
-    nodes = env["SLURM_STEP_NODELIST"]
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^\[,]*))?", nodes)
+    nodes = _value(env, "SLURM_STEP_NODELIST")
+    match = re.match(r"(?:[^\[,]|\[\d[^\]]*\])+", nodes)
     if match is None:
         raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} names no host")
-    first = "".join(part or "" for part in match.groups())
-    job = int(env["SLURM_JOB_ID"])  # so that two jobs on a host do not meet
+    first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
+    job = _number(env, "SLURM_JOB_ID")  # so that two jobs on a host do not meet
     return {
         "coordinator": f"{first}:{20000 + job % 20000 * 2}",
-        "process_id": int(env["SLURM_PROCID"]),
-        "num_processes": int(env["SLURM_STEP_NUM_TASKS"]),
+        "process_id": _number(env, "SLURM_PROCID"),
+        "num_processes": count,
     }
 
 
 def _tpu(env: Mapping[str, str]) -> dict[str, Any]:
     """A TPU slice of several hosts, or several slices: by variables (GKE), or the VM's metadata."""
-    hosts, worker = env.get("TPU_WORKER_HOSTNAMES", ""), env.get("TPU_WORKER_ID", "")
+    env = dict(env)
+    hosts = env.get("TPU_WORKER_HOSTNAMES", "")
     if not hosts and any(os.path.exists(path) for path in ("/dev/accel0", "/dev/vfio/0")):
         hosts = ",".join(
             end.split(":")[2]
             for end in _metadata("worker-network-endpoints", env).split(",")
             if end
         )
-        worker = _metadata("agent-worker-number", env)
+        env["TPU_WORKER_ID"] = _metadata("agent-worker-number", env)
     names = hosts.split(",") if hosts else []
-    slices = int(env.get("MEGASCALE_NUM_SLICES", 1))
+    several = env.get("MEGASCALE_NUM_SLICES")
+    slices = _number(env, "MEGASCALE_NUM_SLICES") if several else 1
     if not names or len(names) * slices == 1:
         return {}
-    first = names[0]
+    first, index = names[0], _number(env, "TPU_WORKER_ID")
     if slices > 1:
-        first = env["MEGASCALE_COORDINATOR_ADDRESS"].rsplit(":", 1)[0]
+        first = _value(env, "MEGASCALE_COORDINATOR_ADDRESS").rsplit(":", 1)[0]
+        index += _number(env, "MEGASCALE_SLICE_ID") * len(names)
     return {
         "coordinator": f"{first}:{_PORT}",
-        "process_id": int(env.get("MEGASCALE_SLICE_ID", 0)) * len(names) + int(worker),
+        "process_id": index,
         "num_processes": len(names) * slices,
     }
 

@@ -11,6 +11,8 @@
 """
 
 import contextlib
+import errno
+import math
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +22,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from deltares_jax.training import named_arrays
+from deltares_jax import config_resume
+from deltares_jax.training import named_arrays, remote
 from deltares_jax.training import workdir as workdir_lib
 
 META_VERSION = 1
@@ -50,7 +53,8 @@ def kept(
       losses: held-out loss by step, where it is known.
     """
     steps = sorted(steps)
-    known = sorted((s for s in steps if s in losses), key=lambda s: (losses[s], -s))
+    known = [s for s in steps if math.isfinite(losses.get(s, math.nan))]
+    known.sort(key=lambda s: (losses[s], -s))
     every = {s for s in steps if period and s % period == 0}
     return {*steps[-keep:], *every, *known[:best]}
 
@@ -72,7 +76,8 @@ class Checkpointer:
     def __init__(
         self, workdir: pathlib.Path, keep: int | None = None, period: int = 0, best: int = 0
     ):
-        self.folder = workdir / workdir_lib.CHECKPOINTS
+        self._workdir = workdir
+        self.folder: Any = remote.home(workdir) / workdir_lib.CHECKPOINTS
         self.losses: dict[int, float] = {}
         self.cleaned: list[str] = []
         self._rules = (keep or 0, period, best)
@@ -81,8 +86,12 @@ class Checkpointer:
         if keep is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
-                self.cleaned = [p.name for p in self.folder.iterdir() if _is_leftover(p.name)]
+                there = list(self.folder.iterdir()) if self.folder.is_dir() else []
+                self.cleaned = [p.name for p in there if _is_leftover(p)]
                 for name in self.cleaned:
+                    if remote.is_remote(self.folder):
+                        remote.remove(self.folder / name)
+                        continue
                     shutil.rmtree(self.folder / name, ignore_errors=True)
             self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
@@ -116,6 +125,8 @@ class Checkpointer:
             "versions": workdir_lib.versions(),
             **meta,
         }
+        if jax.process_index() == 0:
+            self._guard(remote.push, self._workdir)
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         self._guard(self._writer.save, self.folder / str(step), args=args)
 
@@ -136,6 +147,9 @@ class Checkpointer:
                 self._guard(self._remove, step)
 
     def _remove(self, step: int) -> None:
+        if remote.is_remote(self.folder):
+            remote.remove(self.folder / str(step))
+            return
         gone = self.folder / f"{step}{_REMOVED}"
         (self.folder / str(step)).rename(gone)  # a part of a step must not pass for the whole
         shutil.rmtree(gone)
@@ -172,6 +186,8 @@ class Checkpointer:
                 f"{self.folder / str(step)} is of format {version}, this version reads "
                 f"{META_VERSION}"
             )
+        with self._reading(step):
+            meta["config"] = config_resume.completed(meta["config"])
         return meta
 
     def arrays(self, step: int) -> dict[str, str]:
@@ -195,6 +211,7 @@ class Checkpointer:
         Raises:
           ValueError: the step holds other arrays.
           DamagedError: it cannot be read, or its bits are not those that were saved.
+          PermissionError: this user may not read it.
         """
         saved, asked = self.arrays(step), named_arrays.shapes(wanted)
         fields = {name.split("/")[0] for name in asked}
@@ -240,23 +257,29 @@ class Checkpointer:
         number = 0
         while (place := home / (f"{step}-{number}" if number else str(step))).exists():
             number += 1
+        if remote.is_remote(place):
+            return remote.move(self.folder / str(step), place)
         return (self.folder / str(step)).rename(place)
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
         try:
             yield
-        except (jax.errors.JaxRuntimeError, PermissionError):  # no fault of what was saved
-            raise
+        except (jax.errors.JaxRuntimeError, PermissionError, MemoryError):
+            raise  # no fault of what was saved
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0][:120]
+            if first.startswith("PERMISSION_DENIED"):  # by TensorStore
+                path = str(self.folder / str(step))
+                raise PermissionError(errno.EACCES, "Permission denied", path) from error
             raise DamagedError(
                 f"{self.folder / str(step)} is damaged ({type(error).__name__}: {first})"
             ) from error
 
 
-def _is_leftover(name: str) -> bool:
-    return name.endswith(_REMOVED) or ".orbax-checkpoint-tmp" in name
+def _is_leftover(path: pathlib.Path) -> bool:
+    begun = path.name.endswith(_REMOVED) or ".orbax-checkpoint-tmp" in path.name
+    return begun or not remote.whole(path)
 
 
 def abstract(state: Any, shardings: Any) -> Any:

@@ -46,10 +46,6 @@ class Clock:
         self.turn_to(self._kind)
         return {kind: self._earlier[kind] + self._seconds[kind] for kind in KINDS}
 
-    def total(self) -> float:
-        """Seconds of the whole run."""
-        return sum(self.seconds().values())
-
     def stepping(self) -> float:
         """Seconds in steps, the wait for their input included, since this process began."""
         self.turn_to(self._kind)

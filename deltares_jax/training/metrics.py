@@ -10,7 +10,7 @@ from typing import Any
 
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax.printing import human_count, human_time, say
+from deltares_jax.printing import human_count, human_time, one_line, say
 from deltares_jax.training import workdir as workdir_lib
 
 _LINES = 10  # progress lines of a run whose output is no terminal
@@ -36,7 +36,10 @@ def read_rows(workdir: pathlib.Path) -> tuple[dict[int, Any], dict[int, Any]]:
 
 def check(config: FrozenConfigDict) -> None:
     """Refuses `metrics.wandb` where wandb is not installed."""
-    if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
+    if not config.metrics.wandb:
+        return
+    spec = importlib.util.find_spec("wandb")
+    if spec is None or spec.origin is None:  # without an origin: a folder of that name
         raise ValueError("metrics.wandb=True needs wandb: pip install 'deltares-jax[wandb]'")
 
 
@@ -63,15 +66,7 @@ class Writer:
 
             self._tensorboard = SummaryWriter(str(workdir / "tensorboard"))
         if config.metrics.wandb:
-            import wandb
-
-            self._wandb = wandb.init(
-                project="deltares_jax",
-                dir=str(workdir),
-                id=_wandb_id(workdir),
-                resume="allow",
-                config=config.to_dict(),
-            )
+            self._wandb = _begin_wandb(workdir, config)
 
     def write(self, step: int, row: dict[str, Any]) -> None:
         """Writes one row; the values are plain numbers, None for one that is not finite."""
@@ -93,6 +88,19 @@ class Writer:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
+
+
+def _begin_wandb(workdir: pathlib.Path, config: Any) -> Any:
+    import wandb
+
+    settings = {"id": _wandb_id(workdir), "resume": "allow", "config": config.to_dict()}
+    try:
+        return wandb.init(project="deltares_jax", dir=str(workdir), **settings)
+    except Exception as error:  # of many types: no key, no network, settings
+        raise ValueError(
+            f"metrics.wandb=True: W&B cannot begin ({one_line(error)}); log in by `wandb login`, "
+            "or set WANDB_MODE=offline"
+        ) from error
 
 
 def _wandb_id(workdir: pathlib.Path) -> str:

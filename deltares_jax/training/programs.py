@@ -24,19 +24,21 @@ def set_up_jax(config: FrozenConfigDict) -> None:
     """Switches on float64 and the compile cache, as the config asks."""
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    if config.train.compile_cache == "off" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    if config.train.compile_cache == "off":
+        jax.config.update("jax_compilation_cache_dir", None)
         return
-    path = config_lib.cache_folder() / "xla"
-    if config.train.compile_cache != "auto":
-        path = pathlib.Path(config.train.compile_cache).expanduser().absolute()
+    if config.train.compile_cache == "auto" and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    path = pathlib.Path(config.train.compile_cache)
     try:
+        path = config_lib.cache_folder() / "xla" if str(path) == "auto" else path
+        path = path.expanduser().absolute()
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
             raise PermissionError(13, "Permission denied")
-    except OSError as error:
-        metrics.say(
-            f"warning: train.compile_cache={path} cannot be written ({error.strerror}); going on"
-        )
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        metrics.say(f"warning: train.compile_cache={path} cannot be written ({why}); going on")
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
 

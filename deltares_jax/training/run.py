@@ -112,13 +112,14 @@ class Run:
             evaluate = self.evaluation_due(number)
             if save or evaluate:
                 self.read()
-                tools.watchdog.pause()
+                tools.watchdog.moved()
             if save:
                 self.save(state, number)
             if evaluate and (last or not stop):
                 stop = not self.evaluate(state, number) or stop
             if stop and (not last or (evaluate and number not in self.evaluated)):
                 self.stop(state, number)
+        tools.watchdog.pause()
         with tools.clock.spent_on("save"):
             tools.checkpoints.wait()
 
@@ -236,14 +237,13 @@ class Run:
     def evaluate(self, state: step.TrainState, number: int) -> bool:
         """Writes the held-out loss; False where a request to stop ended it before."""
         tools = self.tools
-        tools.watchdog.pause()
         before = tools.clock.turn_to("evaluate")
         done = evaluation.evaluate(
             tools.programs,
             state.params,
             self.data,
             self.config.eval,
-            lambda: tools.programs.agree(bool(tools.request.name), False)[0],
+            self.stopped_between_batches,
         )
         tools.clock.turn_to(before)
         if done is None:
@@ -255,10 +255,16 @@ class Run:
         self.evaluated.add(number)
         losses = tools.checkpoints.losses
         losses[number] = row["eval_loss"]
-        lowest = sorted(losses.values())[: self.config.checkpoint.keep_best]
+        finite = sorted(loss for loss in losses.values() if math.isfinite(loss))
+        lowest = finite[: self.config.checkpoint.keep_best]
         if losses[number] in lowest and self.saved != number:
             self.save(state, number)
         return True
+
+    def stopped_between_batches(self) -> bool:
+        """Whether to leave an evaluation; the same on every process."""
+        self.tools.watchdog.moved()
+        return self.tools.programs.agree(bool(self.tools.request.name), False)[0]
 
     def save(self, state: step.TrainState, number: int) -> None:
         """Starts a save in the background."""

@@ -36,6 +36,13 @@ class Stop(Exception):  # noqa: N818 - it is no error: a run that ends early, wi
         self.at_once = at_once or code in _AT_ONCE
 
 
+def end_on_request() -> None:
+    """Takes `end_at_once` for signals whose default would pass for the end after a save."""
+    signal.signal(signal.SIGTERM, end_at_once)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, end_at_once)
+
+
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """A handler for the time in which nothing could be saved: exit code 144."""
     name = signal.Signals(number).name
@@ -50,14 +57,16 @@ class StopRequest:
     SIGHUP stays ignored where it is (nohup). Maintenance and preemption of cloud machines come as
     SIGTERM, so nothing else needs to be asked.
 
+    Args:
+      kept: what a stop that saves nothing leaves, in words.
+
     Attributes:
       name: of the first signal; empty while there was none.
-      kept: what a stop that saves nothing leaves, in words.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Callable[[], str]) -> None:
         self.name = ""
-        self.kept = "nothing was saved"
+        self._kept = kept
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -82,7 +91,7 @@ class StopRequest:
     def check(self) -> None:
         """Ends a run that has not made a step yet if a stop was asked for."""
         if self.name:
-            raise Stop(f"stopped by {self.name} before a step was made; {self.kept}", NOT_SAVED)
+            raise Stop(f"stopped by {self.name} before a step was made; {self._kept()}", NOT_SAVED)
 
     def while_waiting(self, function: Callable[[], Result]) -> Result:
         """The result of a function that never returns to Python for long, a compilation.

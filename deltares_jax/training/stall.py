@@ -1,4 +1,4 @@
-"""Says where the threads of a host are when a step takes far too long."""
+"""Says where the threads of a host are when a step, or what is between two, takes far too long."""
 
 import faulthandler
 import os
@@ -15,7 +15,7 @@ _WINDOW = 101  # steps whose median counts
 
 
 class Watchdog:
-    """Writes the stacks of all threads once when no step ends for long.
+    """Writes the stacks of all threads once when nothing comes on for long.
 
     Args:
       folder: of the run; the stacks are appended to a file there.
@@ -28,6 +28,7 @@ class Watchdog:
         self._factor = factor
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._last: float | None = None
+        self._stepping = False
         self._told = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="stall")
@@ -37,12 +38,16 @@ class Watchdog:
     def step(self) -> None:
         """A step has ended."""
         now = time.monotonic()
-        if self._last is not None:
+        if self._stepping and self._last is not None:
             self._times.append(now - self._last)
-        self._last, self._told = now, False
+        self._last, self._stepping, self._told = now, True, False
+
+    def moved(self) -> None:
+        """Something other than a step has come on, such as a batch of an evaluation."""
+        self._last, self._stepping, self._told = time.monotonic(), False, False
 
     def pause(self) -> None:
-        """Something other than a step begins, which may take any time."""
+        """Something begins that may take any time."""
         self._last = None
 
     def close(self) -> None:
@@ -61,7 +66,7 @@ class Watchdog:
                 self._tell(waited, usual)
 
     def _tell(self, waited: float, usual: float) -> None:
-        text = f"no step for {waited:.0f} s, a step takes {usual:.3g} s"
+        text = f"no step for {waited:.0f} s, where one takes {usual:.3g} s"
         with self.path.open("a") as file:
             file.write(f"{time.ctime()}, process {os.getpid()}: {text}\n")
             file.flush()

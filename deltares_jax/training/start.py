@@ -94,9 +94,15 @@ def _own(
 def _other(config: FrozenConfigDict) -> Start:
     try:
         run, at = workdir_lib.locate(*workdir_lib.split_step(config.init_from))
+    except ValueError as error:
+        raise ValueError(
+            f"init_from={config.init_from}: {error}; it must be a run, or what "
+            "deltares_jax.convert import made of a model of Qwen3"
+        ) from None
+    try:
         saved = checkpoint.Checkpointer(run).read_meta(at)
-    except (ValueError, checkpoint.DamagedError) as error:
-        raise ValueError(f"init_from={config.init_from}: {error}") from None
+    except checkpoint.DamagedError as error:
+        raise _damaged(config, run, error) from None
     changes = config_resume.changed_on_init(saved["config"], config)
     name = f"{workdir_lib.shown(run)}@{at}"
     if not config.init_optimizer:
@@ -113,6 +119,14 @@ def _other(config: FrozenConfigDict) -> Start:
         )
     text = f"goes on from {name}, with optimizer and position (no own checkpoint)"
     return Start(at, {**_NEW, **saved, "clock": {}}, text, changes, run, at)
+
+
+def _damaged(
+    config: FrozenConfigDict, run: pathlib.Path, error: checkpoint.DamagedError
+) -> ValueError:
+    """Another run's steps are for the user to choose, and for its own run to clear away."""
+    steps = workdir_lib.steps(run)
+    return ValueError(f"init_from={config.init_from}: {error}; RUN@STEP names another of {steps}")
 
 
 def check_data(config: FrozenConfigDict, start: Start, fingerprint: str) -> None:
@@ -166,8 +180,8 @@ def restore(
         try:
             state = _state(config, start, wanted, shardings, all_can)
         except checkpoint.DamagedError as error:
-            if not start.own:
-                raise ValueError(f"init_from={config.init_from}: {error}") from None
+            if start.run and not start.own:
+                raise _damaged(config, start.run, error) from None
             start = find(config, folder, {**start.damaged, start.at: str(error)})
         else:
             return start, state

@@ -6,12 +6,12 @@ from typing import Any
 
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax import config as config_lib
+from deltares_jax import config_notes
 from deltares_jax.analysis import plots
 from deltares_jax.data import ngram, pipeline
 from deltares_jax.data.dataset import Data
 from deltares_jax.models import sizes
-from deltares_jax.training import clock, metrics, optim
+from deltares_jax.training import clock, metrics, optim, remote
 from deltares_jax.training import workdir as workdir_lib
 from deltares_jax.training.start import Start
 
@@ -62,7 +62,7 @@ def start_lines(
         f"{config.model.residual.variant}: {metrics.human_count(sum(counts.values()))} parameters, "
         f"{counts['routing']:,} of them for routing"
     )
-    lines += config_lib.notes(config)
+    lines += config_notes.notes(config)
     batch, parts = config.train.batch_size, config.train.accumulation
     lines.append(
         f"global batch {batch} × {config.data.seq_len} tokens, {batch * config.data.seq_len:,} per "
@@ -101,10 +101,14 @@ def finish(
       data: what it read.
       seconds: what its time was spent on, where that is known.
     """
-    train, held_out = metrics.read_rows(folder)
-    if not train:
-        raise ValueError(f"{folder / workdir_lib.METRICS} holds no training rows to sum up")
+    # An attempt that left no checkpoint may have gone further.
+    train, held_out = (
+        {s: row for s, row in rows.items() if s <= config.train.steps}
+        for rows in metrics.read_rows(folder)
+    )
     made = {step: row for step, row in train.items() if row["loss"] is not None}
+    if not made:
+        raise ValueError(f"{folder / workdir_lib.METRICS} holds no training rows to sum up")
     first, last = made[min(made)], made[max(made)]
     result: dict[str, Any] = {
         "workdir": str(folder),
@@ -136,11 +140,17 @@ def finish(
     plots.loss_curve(made, held_out, folder / PICTURE, title, bigram)
     lines.append(f"curve: {workdir_lib.shown(folder / PICTURE)}")
     other = "baseline" if config.model.residual.variant != "baseline" else "delta_block"
-    if recipe:
+    if recipe and config.init_from:  # weights that no other variant can start from
+        here, there = (shlex.quote(workdir_lib.shown(folder) + end) for end in ("", "_hf"))
+        lines.append(f"next: python -m deltares_jax.convert export --workdir={here} --out={there}")
+    elif recipe:
+        beside = workdir_lib.shown(folder.parent / other)
+        if address := remote.shown(folder):
+            beside = f"{address.rpartition('/')[0]}/{other}"
         lines.append(
             f"next: python -m deltares_jax.train --config={recipe} "
             f"--config.model.residual.variant={other} "
-            f"--workdir={shlex.quote(workdir_lib.shown(folder.parent / other))}"
+            f"--workdir={shlex.quote(beside)}"
         )
     metrics.say(*lines)
     return result

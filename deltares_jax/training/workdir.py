@@ -1,6 +1,7 @@
 """The run's folder: checked before anything is compiled; what is in it besides checkpoints."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -18,7 +19,7 @@ import jax
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config_checks, printing
-from deltares_jax.training import signals
+from deltares_jax.training import remote, signals
 
 CONFIG = "config.json"
 RUN = "run.json"
@@ -43,21 +44,45 @@ def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
     """The absolute folder of a run, created and tried for writing.
 
     Args:
-      path: of the folder.
+      path: of the folder; at gs:// it is that of its mirror on this machine.
       flag: that gave it, for errors.
 
     Raises:
       ValueError: it is a file, is not writable, or is a checkpoint's folder inside a run.
     """
+    if flag == "--workdir" and path.startswith("gs://"):
+        return remote.open_mirror(flag, path)
     config_checks.local_folder(flag, path)
     workdir = pathlib.Path(path).expanduser().absolute()
     for parent in workdir.parents:
-        if (parent / CHECKPOINTS).is_dir() or (parent / RUN).is_file():
+        if os.path.isdir(parent / CHECKPOINTS) or os.path.isfile(parent / RUN):
             raise ValueError(
                 f"{flag}={path} is inside the run {parent}; give the run's folder itself"
             )
     _try_writing(workdir, f"{flag}={path}")
     return workdir
+
+
+@contextlib.contextmanager
+def faults(workdir: pathlib.Path) -> Iterator[None]:
+    """Says in words what the file system refuses a run.
+
+    Raises:
+      ValueError: there is no right to a file.
+      signals.Stop: there is no room for the log or another small file.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise ValueError(
+            f"{error.filename or shown(workdir)}: {error.strerror}; give the user of this process "
+            f"(uid {os.geteuid()}) the right to it"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        text = f"nothing could be written to {workdir}: {error.strerror}; {newest_text(workdir)}"
+        raise signals.Stop(text, signals.CANNOT_SAVE) from error
 
 
 @contextlib.contextmanager
@@ -82,10 +107,11 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 
 def steps(workdir: pathlib.Path) -> list[int]:
     """Steps of the complete checkpoints of a run, oldest first."""
-    folder = workdir / CHECKPOINTS
+    folder = remote.home(workdir) / CHECKPOINTS
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    found = [path for path in folder.iterdir() if path.name.isdigit()]
+    return sorted(int(path.name) for path in found if remote.whole(path))
 
 
 def newest_text(workdir: pathlib.Path) -> str:
@@ -110,6 +136,8 @@ def locate(path: str, step: int | None = None) -> tuple[pathlib.Path, int]:
     Raises:
       ValueError: there is no such run or step.
     """
+    if "://" in path:
+        raise ValueError(f"{path} must be a local folder; copy the run from its bucket")
     run = pathlib.Path(path).expanduser().absolute()
     if run.parent.name == CHECKPOINTS and run.name.isdigit():
         if step is not None and step != int(run.name):
@@ -125,7 +153,9 @@ def locate(path: str, step: int | None = None) -> tuple[pathlib.Path, int]:
 
 
 def shown(path: pathlib.Path) -> str:
-    """A path as it is printed: relative where it lies below the current folder."""
+    """A path as it is printed: relative below the current folder; of a bucket its address."""
+    if address := remote.shown(path):
+        return address
     here = pathlib.Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
