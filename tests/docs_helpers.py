@@ -124,7 +124,8 @@ class Shell:
         """Runs a block; one that shows what is printed must be right about it."""
         if block.language == "console":
             for command, shown in pairs(block):
-                _, printed = self.run(["bash", "-c", command])
+                code, printed = self.run(["bash", "-c", command])
+                assert code == 2 * shown.startswith("error: "), f"{block.place}: {printed}"
                 pattern = re.escape(shown.strip()).replace("…", "(?:.|\n)*?")
                 assert re.search(pattern, printed), f"{block.place}: {command}{printed}"
             return
