@@ -16,6 +16,8 @@ from deltares_jax import __version__, config_checks, printing
 from deltares_jax import config as config_lib
 from deltares_jax.training.signals import NOT_SAVED, Stop
 
+flags.disclaim_key_flags()  # what is defined here is a flag of the command that asks for it
+
 BAD_INPUT = 2
 MISSING_CONFIG = "--config is missing; for example --config=configs/debug.py"
 _SHIPPED = pathlib.Path(__file__).parent / "configs"
@@ -24,6 +26,24 @@ _SHIPPED = pathlib.Path(__file__).parent / "configs"
 def define_config_flag() -> None:
     """Defines --config and its overrides --config.a.b=value."""
     config_flags.DEFINE_config_file("config", None, "Recipe, for example configs/debug.py.")
+
+
+def define_mesh_flag() -> flags.FlagHolder[str]:
+    """Defines --mesh, for commands that load a checkpoint."""
+    return flags.DEFINE_string(
+        "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
+    )
+
+
+def define_batch_size_flag() -> flags.FlagHolder[int | None]:
+    """Defines --batch_size, for commands that read held-out rows."""
+    return flags.DEFINE_integer(
+        "batch_size",
+        None,
+        "Rows at a time; that of the run by default.",
+        lower_bound=1,
+        upper_bound=2**16,
+    )
 
 
 def recipe_path() -> str:
@@ -152,8 +172,6 @@ def _quiet_background() -> None:
 
 def _help(doc: str) -> list[str]:
     own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-    if "config" in flags.FLAGS:
-        own = [flags.FLAGS["config"], *own]
     described = [f"  --{f.name}: {f.help} (default: {f.value!r})" for f in own]
     return [doc.strip(), "", "flags:", *described]
 

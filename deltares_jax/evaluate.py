@@ -13,6 +13,7 @@ from absl import flags
 
 from deltares_jax import command, config, printing
 from deltares_jax.data import names
+from deltares_jax.training import signals
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run, or RUN/checkpoints/STEP.")
 _STEP = flags.DEFINE_string("step", "", "Step of the run: a number, last or best; last by default.")
@@ -22,16 +23,8 @@ _DATA = flags.DEFINE_string(
 _TOKENS = flags.DEFINE_integer(
     "tokens", None, "Of each set; 0: all; by default as many as the run takes.", lower_bound=0
 )
-_BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size",
-    None,
-    "Rows at a time; that of the run by default.",
-    lower_bound=1,
-    upper_bound=2**16,
-)
-_MESH = flags.DEFINE_string(
-    "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
-)
+_BATCH_SIZE = command.define_batch_size_flag()
+_MESH = command.define_mesh_flag()
 _POSITION = flags.DEFINE_boolean("by_position", False, "Also by position in the document.")
 _DOCUMENT = flags.DEFINE_boolean("by_document", False, "Also of each document.")
 
@@ -86,11 +79,12 @@ def _row(result: Any) -> dict[str, Any]:
 
 def main() -> int:
     """Evaluates and prints."""
+    signals.interrupt_on_request()
     if _DATA.value:
         names.parse_sets(_DATA.value, "--data")
     from deltares_jax.data import dataset  # brings in jax; a misspelt flag was refused before
     from deltares_jax.inference import held_out, scorer, trained
-    from deltares_jax.training import group, signals, workdir
+    from deltares_jax.training import group, workdir
 
     with group.together(config.resolve(config.default())) as processes:
         folder, step = trained.find(_WORKDIR.value, _STEP.value)
@@ -127,7 +121,7 @@ def main() -> int:
             printing.put(*(_position_lines(result) if _POSITION.value else []))
             printing.put(*(_document_lines(result) if _DOCUMENT.value else []))
         if processes.index == 0:
-            workdir.write_results(path, {"step": step, "sets": rows})
+            workdir.write_results(path, {"step": step, "data": saved.eval.sets, "sets": rows})
     return 0
 
 

@@ -14,6 +14,7 @@ import json
 from absl import flags
 
 from deltares_jax import command, config, printing
+from deltares_jax.training import signals
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run, or RUN/checkpoints/STEP.")
 _STEP = flags.DEFINE_string("step", "", "Step of the run: a number, last or best; last by default.")
@@ -25,13 +26,12 @@ _LIMIT = flags.DEFINE_integer(
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 8, "Rows at a time.", lower_bound=1, upper_bound=2**16
 )
-_MESH = flags.DEFINE_string(
-    "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
-)
+_MESH = command.define_mesh_flag()
 
 
 def main() -> int:
     """Runs the harness and prints its table."""
+    signals.interrupt_on_request()
     if not _TASKS.value:
         raise ValueError("--tasks is missing; for example --tasks=paper")
     if importlib.util.find_spec("lm_eval") is None:

@@ -97,7 +97,7 @@ def put(*lines: str, end: str = "\n") -> None:
       BrokenPipeError: the reader has left.
       Stop: it cannot be written.
     """
-    if _silent:
+    if _silent or not lines:
         return
     need_stdout()
     try:

@@ -16,6 +16,7 @@ from absl import flags
 
 from deltares_jax import command, config_checks, printing
 from deltares_jax.data import names
+from deltares_jax.training import signals
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run, or RUN/checkpoints/STEP.")
 _STEP = flags.DEFINE_string("step", "", "Of --workdir: a number, last or best; last by default.")
@@ -30,16 +31,8 @@ _TOKENS = flags.DEFINE_integer(
     "tokens", None, "Of the text, in whole rows; 0: all; by default as many as the run evaluates.",
     lower_bound=0,
 )  # fmt: skip
-_BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size",
-    None,
-    "Rows at a time; that of the run by default.",
-    lower_bound=1,
-    upper_bound=2**16,
-)
-_MESH = flags.DEFINE_string(
-    "mesh", "", "Such as fsdp=4,tensor=2; by default the run's, if it fits, or one that does."
-)
+_BATCH_SIZE = command.define_batch_size_flag()
+_MESH = command.define_mesh_flag()
 _TEXT = flags.DEFINE_string("text", None, "Show the weights at each of its tokens.")
 _READERS = flags.DEFINE_list(
     "readers", [], "Of --text, as layers.3.attn,layers.3.mlp; three across the depth by default."
@@ -94,10 +87,11 @@ def _measure() -> tuple[Any, ...]:
 
 def main() -> int:
     """Writes the report; it is there whole or not at all."""
+    signals.interrupt_on_request()
     _check_flags()
     target, partial = _open_out(_OUT.value)
     from deltares_jax.analysis import report  # brings in jax; a misspelt flag was refused before
-    from deltares_jax.training import signals, workdir
+    from deltares_jax.training import workdir
 
     try:
         text, numbers, notes = _measure()

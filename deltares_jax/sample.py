@@ -13,6 +13,7 @@ from typing import Any
 from absl import flags
 
 from deltares_jax import command, printing
+from deltares_jax.training import signals
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run, or RUN/checkpoints/STEP.")
 _STEP = flags.DEFINE_string("step", "", "Step of the run: a number, last or best; last by default.")
@@ -95,12 +96,16 @@ def _collect(tokens: Any, count: int, end_of_text: int) -> list[list[int]]:
 
 def main() -> int:
     """Prints the prompts and what follows."""
+    signals.interrupt_on_request()
     prompts = _prompts()
     printing.need_stdout()
     from deltares_jax.inference import generate, trained  # brings in jax
     from deltares_jax.parallel import mesh
 
-    sampling = generate.Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _SEED.value)
+    try:
+        sampling = generate.Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _SEED.value)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
     folder, step = trained.find(_WORKDIR.value, _STEP.value)
     config = trained.saved_config(folder, step)
     tokenizer = trained.tokenizer(config)

@@ -259,3 +259,27 @@ command.run(main, "")
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (144, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_stop_ends_a_command_even_where_a_library_loses_it(name, lost):
+    program = f"""
+import os, signal, time
+from deltares_jax import command
+from deltares_jax.training import signals
+
+def main():
+    signals.interrupt_on_request(grace=0.2)
+    try:
+        os.kill(os.getpid(), signal.{name})
+    except KeyboardInterrupt:
+        if not {lost}:
+            raise
+    time.sleep(60)
+
+command.run(main, "")
+"""
+    line = [sys.executable, "-c", program]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
+    assert (done.returncode, done.stderr) == (144, "interrupted\n")

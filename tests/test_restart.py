@@ -37,3 +37,10 @@ def test_stops_at_random_moments_change_nothing():
     assert "SIGTERM" in printed
     assert "\n6 stops in " in printed
     assert printed.endswith("60 steps, 6 evaluations and 60 batches: all equal\n")
+
+
+@pytest.mark.slow
+def test_stops_change_nothing_with_processes_that_read_ahead():
+    more = ("--config.data.workers=2", "--config.train.accumulation=4")
+    printed = restarts("--stops=2", "--seed=2", *more)
+    assert printed.endswith("60 steps, 6 evaluations and 60 batches: all equal\n")

@@ -34,8 +34,11 @@ def all_plots(runs: list[Run]) -> Iterator[Plot]:
 
 
 def _points(run: Run, key: str) -> tuple[list[float], list[float]]:
-    known = [r for r in run["readers"] if r[key] is not None]
-    return [r["depth"] for r in known], [r[key] for r in known]
+    """By depth; a line through them is broken where the number is not defined."""
+    if all(r[key] is None for r in run["readers"]):
+        return [], []
+    values = [np.nan if r[key] is None else r[key] for r in run["readers"]]
+    return [r["depth"] for r in run["readers"]], values
 
 
 def _line(axes: Any, run: Run, colour: str, key: str) -> None:
@@ -135,8 +138,8 @@ def _norms(runs: list[Run]) -> Plot:
     for axes, run in zip(panels, runs, strict=True):
         kind = f"\n{kind_of_source(run)}" if run["sources"] else ""
         lines = {
-            "stream": (*_points(run, "stream_norm"), "C0-"),
-            "routed": (*_points(run, "routed_norm"), "C2--"),
+            "stream": (*_points(run, "stream_norm"), "C0.-"),
+            "routed": (*_points(run, "routed_norm"), "C2.--"),
             "sources": (
                 [source["depth"] for source in run["sources"]],
                 [source["norm"] for source in run["sources"]],

@@ -126,6 +126,8 @@ def _bars(name: str, title: str, caption: str, rows: list[dict[str, Any]], besid
     left.set_ylim(len(rows) - 0.4, -0.6)
     for axes in (left, right):
         axes.grid(alpha=0.3, axis="x")
+        axes.xaxis.get_major_locator().set_params(nbins=4)
+        axes.ticklabel_format(axis="x", scilimits=(-3, 4))
     return Plot(name, title, caption, figure)
 
 

@@ -52,24 +52,11 @@ def apply(
     Returns:
       Normed hidden states [B, T, D], to be multiplied with `transformer.head`, and the cache.
     """
-    # New tokens are too few to be cut among devices.
-    rules = [(name, None if name == "length" else to) for name, to in nn.get_logical_axis_rules()]
-    with nn.logical_axis_rules(rules):
-        return _apply(config, params, cache, tokens_BT, positions_BT)
-
-
-def _apply(
-    config: FrozenConfigDict,
-    params: Any,
-    cache: Cache,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-) -> tuple[jax.Array, Cache]:
     dtype = statistics_dtype(config.dtype)
     rotary = attention.rotary_tables(positions_BT, config.head_dim, config.rope_theta, dtype)
     context = Context(rotary, jnp.ones_like(positions_BT), positions_BT)
-    name, num_blocks = config.residual.variant, config.residual.num_blocks
-    per_block = variants.layers_per_block(name, config.num_layers, num_blocks)
+    variant, num_blocks = config.residual.variant, config.residual.num_blocks
+    per_block = variants.layers_per_block(variant, config.num_layers, num_blocks)
     layer_class = depth.Layer(config, per_block, False)
 
     def body(carry: Any, xs: Any) -> tuple[Any, Cache]:
@@ -88,11 +75,14 @@ def _apply(
         opened = jax.tree.map(lambda new, old: jnp.where(last, new, old), state, opened)
         return (opened, state), updated["cache"]
 
-    start = residual.start(config, transformer.embed(config, params["embedding"], tokens_BT))
-    xs = (params["layers"], cache, jnp.arange(config.num_layers))
-    (_, state), cache = lax.scan(body, (start, start), xs)
-    scope = {"params": params.get("final_reader", {})}
-    reader: Any = residual.FinalReader(config)
-    h_BTD, _ = reader.apply(scope, state)
-    norm: Any = RMSNorm(config.norm_eps)
-    return norm.apply({"params": params["final_norm"]}, h_BTD), cache
+    # New tokens are too few to be cut among devices.
+    rules = [(name, None if name == "length" else to) for name, to in nn.get_logical_axis_rules()]
+    with nn.logical_axis_rules(rules):
+        start = residual.start(config, transformer.embed(config, params["embedding"], tokens_BT))
+        xs = (params["layers"], cache, jnp.arange(config.num_layers))
+        (_, state), cache = lax.scan(body, (start, start), xs)
+        scope = {"params": params.get("final_reader", {})}
+        reader: Any = residual.FinalReader(config)
+        h_BTD, _ = reader.apply(scope, state)
+        norm: Any = RMSNorm(config.norm_eps)
+        return norm.apply({"params": params["final_norm"]}, h_BTD), cache

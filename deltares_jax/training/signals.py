@@ -43,6 +43,27 @@ def end_on_request() -> None:
         signal.signal(signal.SIGHUP, end_at_once)
 
 
+def interrupt_on_request(grace: float = 10.0) -> None:
+    """Takes SIGINT, SIGTERM and SIGHUP as Ctrl-C, for commands that leave nothing behind.
+
+    An interrupt may be lost in a callback of a library, so the process ends after `grace` seconds.
+    """
+
+    def end() -> None:
+        os.write(2, b"interrupted\n")
+        os._exit(NOT_SAVED)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(grace, end)
+        timer.daemon = True
+        timer.start()
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or in the background of a script
+            signal.signal(number, interrupt)
+
+
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """A handler for the time in which nothing could be saved: exit code 144."""
     name = signal.Signals(number).name
