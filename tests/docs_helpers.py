@@ -1,5 +1,6 @@
 """Blocks of the pages: what they say they need, and a shell in which they run at debug size."""
 
+import ast
 import dataclasses
 import os
 import pathlib
@@ -133,6 +134,26 @@ class Shell:
         words = ["python", "-c", text] if block.language == "python" else ["bash", "-euc", text]
         code, printed = self.run(words)
         assert code == 0, f"{block.place}: {text}{printed}"
+
+
+def messages() -> list[str]:
+    """The texts of the package, with … for what is put into them."""
+    found = []
+    for path in (ROOT / "deltares_jax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                found.append("".join(map(str, parts)))
+    return found
+
+
+def printed(page: pathlib.Path) -> list[str]:
+    """What the tables of a page whose first column is `printed` say is printed."""
+    tables = re.findall(r"^\| printed \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
+    cells = [line.split(" | ")[0] for table in tables for line in table.splitlines()]
+    return [words for cell in cells for words in re.findall("`([^`]+)`", cell)]
 
 
 def needed(block: Block) -> None:

@@ -93,6 +93,15 @@ def test_commands_of_all_blocks_have_the_flags_they_are_given():
     assert {"configs/debug.py", "configs/7b_delta_block.py"} <= seen
 
 
+def test_what_is_said_to_be_printed_is_a_text_of_the_package():
+    texts = docs_helpers.messages()
+    shown = docs_helpers.printed(ROOT / "docs" / "troubleshooting.md")
+    assert len(shown) > 30
+    for words in shown:
+        pattern = re.escape(words).replace("…", ".*").replace(r"\ ", " ")
+        assert any(re.search(pattern, text) for text in texts), words
+
+
 def resolved(recipe: str, overrides: dict[str, str]) -> None:
     """Checks a recipe with overrides as the commands do."""
     config = runpy.run_path(command_lib.find_recipe("config", recipe))["get_config"]()
