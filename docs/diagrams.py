@@ -8,7 +8,7 @@ from deltares_jax.models import variants
 
 LAYERS, BLOCKS = 4, 2  # as in configs/debug.py
 _LEFT, _COLUMN, _ROW, _SQUARE = 150, 92, 22, 12
-_STREAM = {"accumulate": "stream", "restart": "block sum", "discard": ""}
+_STREAM = {"accumulate": "stream", "restart": "stream: block sum", "discard": ""}
 
 
 def _text(x: float, y: float, words: str, anchor: str = "middle") -> str:

@@ -42,6 +42,14 @@ NEEDS = {
     "tpu": "TPUs",
     "weights": "weights of Qwen3",
 }
+# What comments in config.py name in the code, and where a page tells of it.
+_TOLD = {
+    "depth.REMAT_POLICIES": "[memory](scaling.md#memory)",
+    "depth.FORMS": "[memory](scaling.md#memory)",
+    "attention.IMPLEMENTATIONS": "[memory](scaling.md#memory)",
+    "variants.VARIANTS": "[variants](concepts.md#variants)",
+    "residual.block_logits": "[memory](scaling.md#memory)",
+}
 _RESUME = {
     "free": "yes",
     "fixed": "no",
@@ -121,7 +129,7 @@ def configuration() -> str:
             lines.append("|---|---|---|---|---|")
         shown = f"`{default}`" if default != "" else "empty"
         resume = _RESUME[config_resume.resume_rule(key)]
-        note = notes[key].replace("|", "\\|")
+        note = re.sub(r"(?<=see )\S+$", lambda m: _TOLD[m[0]], notes[key].replace("|", "\\|"))
         lines.append(f"| `{key}` | {shown} | {_rule(key, default)} | {resume} | {note} |")
     return "\n".join(lines) + "\n"
 

@@ -151,7 +151,7 @@ def messages() -> list[str]:
 
 def printed(page: pathlib.Path) -> list[str]:
     """What the tables of a page whose first column is `printed` say is printed."""
-    tables = re.findall(r"^\| printed \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
+    tables = re.findall(r"^\| printed \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page.read_text(), re.M)
     cells = [line.split(" | ")[0] for table in tables for line in table.splitlines()]
     return [words for cell in cells for words in re.findall("`([^`]+)`", cell)]
 
