@@ -13,7 +13,7 @@ from conftest import ROOT
 sys.path.append(str(ROOT / "docs"))
 import generate
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = ("bash", "console", "python", "text")
 _BLOCK = re.compile(
     r"^(?:<!-- needs: (?P<needs>.+?) -->\n\n?)?^(?P<indent> *)```(?P<language>.*)\n"
@@ -64,6 +64,12 @@ def blocks(page: pathlib.Path) -> list[Block]:
         )
         for match in found
     ]
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """What a link may name of a page: its headings, as code hosts and MkDocs spell them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def pairs(block: Block) -> list[tuple[str, str]]:

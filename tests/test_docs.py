@@ -37,6 +37,20 @@ def test_every_block_has_a_language_and_known_needs():
     assert sum(block.runs() for block in EVERY_BLOCK) > 15
 
 
+def test_links_lead_somewhere_on_a_code_host():
+    """There, pages are read as they are; MkDocs checks the built ones."""
+    anchors = {page: docs_helpers.anchors(page) for page in PAGES}
+    followed = 0
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.is_file() or (file / "README.md").is_file(), f"{page}: {target}"
+            assert not anchor or anchor in anchors[file], f"{page}: {target}"
+            followed += 1
+    assert followed > 50
+
+
 @pytest.mark.parametrize("text", ["<!-- needs: tpu, luck -->", "<!-- neds: tpu -->"])
 def test_unknown_marks_are_refused(text):
     with pytest.raises(ValueError, match="known"):
@@ -118,7 +132,8 @@ def test_every_page_can_be_filled():
         text = generate.filled(page.read_text())
         assert not re.search("(?m)^<!-- (table|diagram|page|needs)", text), page
     nav = (ROOT / "mkdocs.yml").read_text()
-    assert all(f" {page.name}" in nav for page in PAGES if page.parent.name == "docs")
+    pages = [page.relative_to(ROOT / "docs") for page in PAGES if ROOT / "docs" in page.parents]
+    assert all(f" {page}\n" in nav for page in pages)
 
 
 def test_the_configuration_table_tells_each_key_once():
