@@ -155,9 +155,9 @@ def size_table() -> str:
 
 
 def page(name: str) -> str:
-    """A page from elsewhere in the repository; links to files beside it become their paths."""
+    """A page from elsewhere; its links to files become paths, its blocks without a language bash."""
     folder = pathlib.PurePosixPath(name).parent
-    text = (ROOT / name).read_text()
+    text = re.sub(r"^\n```$", "\n```bash", (ROOT / name).read_text(), flags=re.MULTILINE)
     return re.sub(r"\[([^\]]+)\]\((?!https?:)([^)]+)\)", rf"`{folder}/\2`", text)
 
 

@@ -89,7 +89,7 @@ def test_commands_of_all_blocks_have_the_flags_they_are_given():
             assert path.is_file(), f"{block.place}: {module}"
             source = path.read_text()
             flags = {"help", "version", *re.findall(r'DEFINE_\w+\(\s*"(\w+)"', source)}
-            flags |= {"config"} if "define_config_flag()" in source else set()
+            flags |= set(re.findall(r"define_(\w+)_flag\(\)", source))
             overrides = {}
             for word in words:
                 name, _, value = word.lstrip("-").partition("=")
