@@ -155,7 +155,7 @@ def size_table() -> str:
 
 
 def page(name: str) -> str:
-    """A page from elsewhere; its links to files become paths, its blocks without a language bash."""
+    """A page from elsewhere; links to files beside it become their paths, its blocks are bash."""
     folder = pathlib.PurePosixPath(name).parent
     text = re.sub(r"^\n```$", "\n```bash", (ROOT / name).read_text(), flags=re.MULTILINE)
     return re.sub(r"\[([^\]]+)\]\((?!https?:)([^)]+)\)", rf"`{folder}/\2`", text)
