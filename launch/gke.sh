@@ -17,7 +17,7 @@
 # SLICES           1 when empty; mesh.replica of the run must be a multiple of it
 # IMAGE            the container, with the target tpu of launch/Dockerfile
 # CONFIG           the recipe
-# WORKDIR          the run's folder, at gs://
+# WORKDIR          the run's folder, at gs:// or s3://
 # SERVICE_ACCOUNT  of Kubernetes, which may write to the bucket; default when empty
 # MAX_RESTARTS     10 when empty: how often lost machines are made up for
 #

@@ -24,11 +24,12 @@ parse() {
   for argument in "$@"; do
     case $argument in
       -h | --help)
-        sed -n '2,/^$/s/^#\( \|$\)//p' "$0"
+        sed -n '2,/^$/s/^#\( \|$\)//p' "launch/${0##*/}"
         exit 0
         ;;
-      --dry_run) DRY_RUN=yes ;;
-      --*) TRAINER_FLAGS+=("$argument") ;;
+      --dry_run | --dry-run) DRY_RUN=yes ;;
+      --config.?*) TRAINER_FLAGS+=("$argument") ;;
+      -*) fail "unknown flag $argument; flags of the trainer begin with --config.; see $0 --help" ;;
       *)
         [ -z "$VERB" ] || fail "unexpected argument '$argument' after $VERB"
         VERB=$argument
@@ -109,7 +110,7 @@ say() {
 # What the trainer needs.
 need_run() {
   need CONFIG configs/7b_delta_block.py
-  need WORKDIR gs://my-bucket/runs/7b '(gs:/)?/?[^:]+'
+  need WORKDIR gs://my-bucket/runs/7b '((gs|s3):/)?/?[^:]+'
 }
 
 # trainer PLATFORM: its command, in the array TRAINER.

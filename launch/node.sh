@@ -20,8 +20,9 @@ cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=launch/lib.sh
 source launch/lib.sh
 
+# After a restart of the machine another process may have the number.
 running() {
-  [ -f run.pid ] && kill -0 "$(cat run.pid)" 2>/dev/null
+  [ -f run.pid ] && ps -o args= -p "$(cat run.pid)" | grep -q "launch/restart\.sh"
 }
 
 start() {
@@ -50,11 +51,13 @@ needed
 
 case $VERB in
   install)
-    run python3 -m pip install --quiet --user uv
+    # Where Python belongs to the system, pip asks to be told; older ones do not know that.
+    run env PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
     run "$HOME/.local/bin/uv" venv --quiet --allow-existing --python=3.11 .venv
     run "$HOME/.local/bin/uv" pip install --quiet --python=.venv/bin/python \
       "--requirement=launch/requirements-${PLATFORM/gpu/cuda}.txt"
     run "$HOME/.local/bin/uv" pip install --quiet --python=.venv/bin/python --no-deps .
+    run touch .venv/installed
     ;;
   start | resume)
     if running; then
@@ -71,7 +74,7 @@ case $VERB in
     elif running; then
       kill -TERM "$(cat run.pid)"
       while running; do sleep 1; done
-      say "$(hostname): ended with exit code $(cat run.exit)"
+      say "$(hostname): ended with exit code $(cat run.exit 2>/dev/null || echo unknown)"
     else
       say "$(hostname): nothing runs"
     fi

@@ -11,8 +11,8 @@
 #   0, 2, 3, 4, 5, 6 the end: done, or an error that comes again
 #   all others       the end: not of the trainer (126, 127: there is no such command)
 #
-# The exit code is that of the last start. SIGTERM and SIGINT to this script go to the trainer, and
-# then its end is the end. Of several hosts each runs this script.
+# The exit code is that of the last start. SIGTERM, SIGINT and SIGHUP to this script go to the
+# trainer, and then its end is the end. Of several hosts each runs this script.
 #
 # RESTART_LIMIT    starts again in a row, 10 when empty; one that lasted RESTART_RESET seconds
 #                  (1800 when empty) begins the count anew
@@ -59,6 +59,7 @@ forward() {
 }
 trap 'forward TERM' TERM
 trap 'forward INT' INT
+trap 'forward HUP' HUP # under nohup it stays ignored
 
 end() {
   [ -n "${RESTART_RESULT:-}" ] && echo "$1" >"$RESTART_RESULT"

@@ -162,7 +162,13 @@ case $VERB in
         ;;
     esac
     case $ANSWER in
-      ACTIVE | READY) ;; # what runs there keeps its code
+      ACTIVE | READY)
+        # What runs there keeps its code; where install was cut short, nothing can.
+        if exists 'no such thing' gcloud compute tpus tpu-vm ssh "$NAME" "${where[@]}" \
+          --worker=all '--command=[ -e deltares_jax/.venv/installed ] || echo bare' --quiet; then
+          install
+        fi
+        ;;
       *)
         wait_for
         install

@@ -15,7 +15,7 @@
 # NAME         of the run, for create, logs and delete
 # IMAGE        for create: the container, with the target tpu of launch/Dockerfile
 # CONFIG       for create: the recipe
-# WORKDIR      for create: the run's folder, at gs://
+# WORKDIR      for create: the run's folder, at gs:// or s3://
 # TIER         for cluster: on_demand when empty, spot, or the name of a reservation
 # MAX_RESTARTS 10 when empty: how often lost machines are made up for
 #

@@ -7,6 +7,23 @@ import subprocess
 
 from conftest import ROOT
 
+RUN = {"CONFIG": "configs/7b_delta_block.py", "WORKDIR": "gs://bucket/run"}
+TPU = {"PROJECT": "p", "ZONE": "us-east5-a", "NAME": "b", "ACCELERATOR": "v5p-128"}
+XPK = {**TPU, "CLUSTER": "c", "IMAGE": "i:tpu", **RUN}
+GKE = {
+    "PROJECT": "p",
+    "LOCATION": "us-east5",
+    "CLUSTER": "c",
+    "NAME": "b",
+    "ACCELERATOR": "tpu-v5p-slice",
+    "TOPOLOGY": "4x4x4",
+    "SLICES": "2",
+    "IMAGE": "i:tpu",
+    **RUN,
+}
+PROJECT = {"PROJECT": "p", "ZONE": "us-east5-a", "BUCKET": "data-of-p"}
+SLURM = {"NAME": "b", "NODES": "4", "GPUS_PER_NODE": "8", "TIME": "24:00:00", **RUN}
+FLAG = "--config.data.mixture=a=0.5,/my data/b=0.5"
 TOOLS = (
     "gcloud",
     "xpk",
@@ -53,6 +70,7 @@ class Launch:
         shutil.copytree(ROOT / "launch", self.root / "launch")
         self.calls_file, self.answers = root / "calls", root / "answers"
         self.answers.mkdir()
+        (self.root / ".venv").mkdir()  # what uv makes
         home = root / "home"
         for folder, tools in ((root / "bin", TOOLS), (home / ".local" / "bin", ("uv",))):
             folder.mkdir(parents=True)

@@ -1,5 +1,6 @@
 """The restart loop: which ends are the end, how often, and who hears of a signal."""
 
+import os
 import signal
 import subprocess
 import time
@@ -97,7 +98,7 @@ def test_a_dry_run_starts_nothing(loop):
     assert not loop.starts_file.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_the_trainer_and_ends_the_loop(loop, number):
     trainer = loop.bin / "python"
     loop.tool(trainer, PATIENT.replace("TERM", number.name.removeprefix("SIG")))
@@ -134,6 +135,16 @@ def test_a_node_starts_once_and_stops(loop):
     assert "ended with exit code 143; run starts it" in loop.bash("node.sh", "resume", **env).stderr
     assert "nothing runs" in loop.bash("node.sh", "stop").stderr
     assert loop.starts_file.read_text() == "start\n"
+
+
+def test_the_number_of_another_process_is_no_run(loop):
+    """As after a restart of the machine."""
+    (loop.root / "run.pid").write_text(f"{os.getpid()}\n")
+    assert "nothing runs" in loop.bash("node.sh", "stop").stderr
+    env = {"PLATFORM": "gpu", "CONFIG": "configs/debug.py", "WORKDIR": "runs/x"}
+    assert "started" in loop.bash("node.sh", "resume", **env).stderr
+    loop.wait_for_start()
+    assert "ended with exit code 143" in loop.bash("node.sh", "stop").stderr
 
 
 @pytest.mark.parametrize(("code", "again"), [(143, True), (7, True), (0, False), (2, False)])

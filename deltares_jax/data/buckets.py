@@ -60,19 +60,26 @@ def holds(asked: str, address: str) -> bool:
     return manifest.MANIFEST in _Files(asked, address).sizes()
 
 
+def require(asked: str, address: str) -> str:
+    """The scheme of an address, `gs` or `s3`, whose package is there.
+
+    Raises:
+      ValueError: it is not installed.
+    """
+    scheme = address.split("://")[0]
+    module, extra = _NEEDS[scheme]
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"{asked}: {address} needs {module}: pip install 'deltares-jax[{extra}]'")
+    logging.getLogger(module).setLevel(logging.CRITICAL)  # else tracebacks of what is tried again
+    return scheme
+
+
 class _Files:
     """The files of a folder in a bucket."""
 
     def __init__(self, asked: str, address: str):
         self.asked, self.address = asked, address.rstrip("/")
-        scheme = address.split("://")[0]
-        module, extra = _NEEDS[scheme]
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(
-                f"{asked}: {address} needs {module}: pip install 'deltares-jax[{extra}]'"
-            )
-        # Else tracebacks of what is tried again.
-        logging.getLogger(module).setLevel(logging.CRITICAL)
+        scheme = require(asked, address)
         self._system: Any = self._guarded(
             lambda: fsspec.filesystem(scheme, use_listings_cache=False)
         )

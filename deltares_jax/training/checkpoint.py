@@ -23,7 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from deltares_jax import config_resume
-from deltares_jax.training import named_arrays, remote
+from deltares_jax.training import named_arrays, remote, s3
 from deltares_jax.training import workdir as workdir_lib
 
 META_VERSION = 1
@@ -93,7 +93,8 @@ class Checkpointer:
                         remote.remove(self.folder / name)
                         continue
                     shutil.rmtree(self.folder / name, ignore_errors=True)
-            self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            whole, items = s3.writer_options(self.folder)
+            self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**items), **whole)
 
     def __enter__(self) -> "Checkpointer":
         return self

@@ -1,4 +1,4 @@
-"""A run's folder at gs://: checkpoints are in the bucket, all else in a mirror on this machine.
+"""A run's folder in a bucket: checkpoints are there, all else is in a mirror on this machine.
 
 A bucket knows no append, no lock and no rename. So what a run appends to, replaces or locks is in a
 local folder, which process 0 copies to the bucket before each checkpoint and at the end, and from
@@ -7,8 +7,6 @@ it at the start. Orbax writes checkpoints to the bucket itself; one is whole onc
 
 import contextlib
 import hashlib
-import importlib.util
-import logging
 import os
 import pathlib
 import shutil
@@ -19,11 +17,14 @@ import fsspec
 from etils import epath
 
 from deltares_jax import config as config_lib
+from deltares_jax.data import buckets
 from deltares_jax.printing import one_line
+from deltares_jax.training import s3
 
 MARK = "commit_success.txt"  # by Orbax, where it cannot rename
 _ADDRESS = ".address"
 _OWN = {_ADDRESS, ".lock", ".roll-call"}
+_LARGE = {"checkpoints", "damaged"}  # in the bucket alone
 
 
 def open_mirror(flag: str, address: str) -> pathlib.Path:
@@ -32,35 +33,61 @@ def open_mirror(flag: str, address: str) -> pathlib.Path:
     Raises:
       ValueError: the bucket cannot be written.
     """
-    address = address.rstrip("/")
-    if importlib.util.find_spec("gcsfs") is None:
-        raise ValueError(f"{flag}={address} needs gcsfs: pip install 'deltares-jax[gcs]'")
-    os.environ["EPATH_USE_TF"] = "false"
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # else tracebacks of what is tried again
-    # TensorStore writes there, too.
-    fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
-    name = hashlib.sha256(address.encode()).hexdigest()[:16]
-    mirror = config_lib.cache_folder() / "runs" / name
-    try:
-        mirror.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{flag}={address}: {mirror} cannot be made: {error.strerror}") from None
-    partial = mirror / f"{_ADDRESS}.{os.getpid()}"  # another process may read it now
-    partial.write_text(address)
-    partial.replace(mirror / _ADDRESS)
-    with _guarded(flag, address, "written"):
+    mirror = _mirror(flag, address, "")
+    with _guarded(f"{flag}={address}", "written"):
         probe = home(mirror) / f".writable.{os.getpid()}"
         probe.write_text("")
         probe.unlink()
     return mirror
 
 
+def open_copy(address: str) -> pathlib.Path:
+    """A local folder with what a run in a bucket has beside its checkpoints, to read.
+
+    It is not the mirror, which a run of this machine may be using.
+
+    Raises:
+      ValueError: the bucket cannot be read.
+    """
+    copy = _mirror("", address, ".read")
+    with _guarded(address, "read"):
+        _pull(copy)
+    return copy
+
+
+def _mirror(flag: str, address: str, end: str) -> pathlib.Path:
+    address = address.rstrip("/")
+    asked = f"{flag}={address}" if flag else address
+    scheme = buckets.require(flag or "a run", address)
+    os.environ["EPATH_USE_TF"] = "false"
+    # TensorStore writes there, too.
+    fsspec.config.conf.setdefault(scheme, {})["use_listings_cache"] = False
+    if scheme == "s3":
+        s3.enable()
+    name = hashlib.sha256(address.encode()).hexdigest()[:16]
+    mirror = config_lib.cache_folder() / "runs" / f"{name}{end}"
+    try:
+        mirror.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{asked}: {mirror} cannot be made: {error.strerror}") from None
+    _replace(mirror / _ADDRESS, address.encode())
+    return mirror
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file, which another process may be reading."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
 @contextlib.contextmanager
-def _guarded(flag: str, address: str, what: str) -> Iterator[None]:
+def _guarded(asked: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of credentials, network and rights: of many types
-        raise ValueError(f"{flag}={address} cannot be {what}: {one_line(error)}") from error
+        raise ValueError(f"{asked} cannot be {what}: {one_line(error)}") from error
 
 
 def home(folder: pathlib.Path) -> Any:
@@ -71,9 +98,9 @@ def home(folder: pathlib.Path) -> Any:
     return epath.Path(address.read_text())
 
 
-def is_remote(path: pathlib.Path) -> bool:
+def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is in a bucket."""
-    return str(path).startswith("gs://")
+    return buckets.is_address(str(path))
 
 
 def whole(step: Any) -> bool:
@@ -89,7 +116,11 @@ def remove(step: Any) -> None:
 
 def move(step: Any, place: Any) -> Any:
     """Moves a checkpoint that cannot be read; returns where to."""
-    fsspec.filesystem("gs").mv(str(step), str(place), recursive=True)
+    system = fsspec.filesystem(str(step).split("://")[0])
+    inside = str(step).split("://")[1]
+    for name in system.find(str(step)):
+        system.cp_file(name, f"{place}{name.removeprefix(inside)}")
+    remove(step)
     return place
 
 
@@ -111,26 +142,32 @@ def mirrored(folder: pathlib.Path, on: bool) -> Iterator[None]:
     if not on or home(folder) is folder:
         yield
         return
-    address = str(home(folder))
-    with _guarded("--workdir", address, "read"):
+    asked = f"--workdir={home(folder)}"
+    with _guarded(asked, "read"):
+        # The bucket's state counts: another machine may have gone on with the run.
+        for path in folder.iterdir():
+            if path.name not in _OWN:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         _pull(folder)
     try:
         yield
     finally:
-        with _guarded("--workdir", address, "written"):
+        with _guarded(asked, "written"):
             push(folder)
 
 
 def _pull(folder: pathlib.Path) -> None:
-    # The bucket's state counts: another machine may have gone on with the run.
+    root = home(folder)
+    for path in _files(root) if root.is_dir() else ():
+        _replace(folder / str(path.relative_to(root)), path.read_bytes())
+
+
+def _files(folder: Any) -> Iterator[Any]:
     for path in folder.iterdir():
-        if path.name not in _OWN:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    there = home(folder)
-    if there.is_dir():
-        for path in there.iterdir():
-            if not path.is_dir():
-                (folder / path.name).write_bytes(path.read_bytes())
+        if not path.is_dir():
+            yield path
+        elif path.name not in _LARGE:
+            yield from _files(path)
 
 
 def push(folder: pathlib.Path) -> None:
@@ -141,3 +178,14 @@ def push(folder: pathlib.Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and path.name not in _OWN:
             (there / path.relative_to(folder).as_posix()).write_bytes(path.read_bytes())
+
+
+def push_file(path: pathlib.Path) -> None:
+    """Copies a file of a mirror to its bucket; nothing for other folders.
+
+    Raises:
+      ValueError: the bucket cannot be written.
+    """
+    if address := shown(path):
+        with _guarded(address, "written"):
+            epath.Path(address).write_bytes(path.read_bytes())
