@@ -39,7 +39,9 @@ def test_the_manifest_of_several_slices(launch):
 def test_commands_of_the_page(launch):
     """With the variables that the page sets before, each script does what it is given there."""
     text = (ROOT / "launch" / "README.md").read_text()
-    lines = "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).splitlines()
+    lines = (
+        "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).replace("\\\n", "").splitlines()
+    )
     env: dict[str, str] = {}
     scripts = []
     for line in lines:
@@ -56,6 +58,10 @@ def test_commands_of_the_page(launch):
             text = (ROOT / "deltares_jax" / f"{module.replace('.', '/')}.py").read_text()
             for flag in re.findall(r"--(\w+)=", rest.replace("--config=", "")):
                 assert re.search(rf'DEFINE_\w+\(\s*"{flag}"', text), flag
+        if line.startswith(("gcloud", "docker")):
+            done = launch.bash("-c", f"set -eu; {line}", **env)  # no variable of it is unset
+            assert (done.returncode, done.stderr) == (0, "")
+            assert launch.calls()[-1][0] == line.split()[0]
         if line.startswith("docker build"):
             target = re.search(r"--file=(\S+) --target=(\S+)", line)
             assert f" AS {target[2]}\n" in (ROOT / target[1]).read_text()
