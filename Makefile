@@ -5,7 +5,7 @@ TESTS ?=
 EXTRAS ?= test
 TOOLS := $(VENV)/.installed-$(EXTRAS)
 
-.PHONY: debug test slow lint format clean
+.PHONY: debug test slow lint docs lock format clean
 
 # Installs when there is no environment yet, or pyproject.toml is newer.
 $(VENV)/.installed: pyproject.toml
@@ -31,6 +31,20 @@ lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The pages to build/site; a broken link, anchor or marker is an error.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --quiet --strict
+
+# Versions for containers and TPU VMs. libtpu needs glibc 2.31.
+lock: $(TOOLS)
+	for target in tpu cuda cpu; do \
+	  UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/python -m uv pip compile pyproject.toml --quiet --upgrade --no-annotate \
+	    --no-emit-index-url --python-version=3.11 --python-platform=x86_64-manylinux_2_31 \
+	    --extra=gcs --extra=s3 $$([ $$target = cpu ] || echo --extra=$$target) \
+	    --output-file=launch/requirements-$$target.txt; \
+	done
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,5 @@
 """What all commands share: flags, errors as one line, exit codes."""
 
-import itertools
 import os
 import pathlib
 import re
@@ -13,14 +12,15 @@ from absl import flags, logging
 from ml_collections import config_flags
 from ml_collections.config_dict.config_dict import ConfigDict
 
+from deltares_jax import __version__, config_checks, printing
 from deltares_jax import config as config_lib
-from deltares_jax import config_checks, printing
 from deltares_jax.training.signals import NOT_SAVED, Stop
 
 flags.disclaim_key_flags()  # what is defined here is a flag of the command that asks for it
 
 BAD_INPUT = 2
 MISSING_CONFIG = "--config is missing; for example --config=configs/debug.py"
+_SHIPPED = pathlib.Path(__file__).parent / "configs"
 
 
 def define_config_flag() -> None:
@@ -47,9 +47,10 @@ def define_batch_size_flag() -> flags.FlagHolder[int | None]:
 
 
 def recipe_path() -> str:
-    """The path that --config was given."""
+    """The recipe as --config names it: a path, or a name of those that come with the package."""
     flag: Any = flags.FLAGS["config"]
-    return flag.config_filename
+    path = pathlib.Path(flag.config_filename)
+    return f"configs/{path.name}" if path.parent == _SHIPPED else flag.config_filename
 
 
 def overrides() -> dict[str, Any]:
@@ -58,11 +59,22 @@ def overrides() -> dict[str, Any]:
     return values
 
 
-def check_recipe_path(flag: str, path: str) -> None:
-    """Refuses what is no file."""
-    if not pathlib.Path(path).is_file():
-        what = "no such file, it is a folder" if pathlib.Path(path).is_dir() else "no such file"
-        raise ValueError(f"--{flag}={path}: {what}; recipes are under configs/")
+def find_recipe(flag: str, name: str) -> str:
+    """The path of a recipe: a file, or `debug` or `configs/debug.py` of those of the package.
+
+    Raises:
+      ValueError: there is neither.
+    """
+    if pathlib.Path(name).is_file():
+        return name
+    bare = name.removeprefix("configs/").removesuffix(".py")
+    shipped = _SHIPPED / f"{bare}.py"
+    if bare and "/" not in bare and shipped.is_file():
+        return str(shipped)
+    known = [path.stem for path in _SHIPPED.glob("*.py")]
+    what = "no such file, it is a folder" if pathlib.Path(name).is_dir() else "no such file"
+    hint = config_checks.nearest(bare, known)
+    raise ValueError(f"--{flag}={name}: {what}{hint}; recipes are under configs/")
 
 
 def _check_overrides(argv: list[str]) -> None:
@@ -100,21 +112,25 @@ def _rule_of_type(message: str) -> str:
     return f"--{name}={value!r} must be {rules[kind]}" if kind in rules else message
 
 
-def _recipe_paths(argv: list[str]) -> list[str]:
-    """The values of --config, given as --config=path or --config path."""
-    paths = []
-    for argument, following in itertools.zip_longest(argv[1:], argv[2:]):
+def _recipes_found(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The command line with the path of the recipe in it; what --config was given as."""
+    argv, named = list(argv), []
+    for place, argument in enumerate(argv[1:], 1):
         name, equals, value = argument.partition("=")
-        if name in ("--config", "-config") and (equals or following is not None):
-            paths.append(value if equals else following)
-    return paths
+        if name not in ("--config", "-config") or not (equals or place + 1 < len(argv)):
+            continue
+        named.append(value if equals else argv[place + 1])
+        found = find_recipe("config", named[-1])
+        if equals:
+            argv[place] = f"{name}={found}"
+        else:
+            argv[place + 1] = found
+    return argv, named
 
 
 def _parse(argv: list[str]) -> None:
     _check_overrides(argv)
-    paths = _recipe_paths(argv)
-    for path in paths:
-        check_recipe_path("config", path)
+    argv, paths = _recipes_found(argv)
     where = f"--config={paths[-1]}" if paths else "--config"
     try:
         rest = flags.FLAGS(argv)
@@ -173,6 +189,9 @@ def run(main: Callable[[], int | None], doc: str, interrupted: str = "interrupte
     try:
         if any(a in ("-h", "-help", "--help", "--helpfull") for a in sys.argv[1:]):
             printing.put(*_help(doc))
+            sys.exit(0)
+        if "--version" in sys.argv[1:]:
+            printing.put(f"deltares_jax {__version__}")
             sys.exit(0)
         _parse(sys.argv)
         logging.set_verbosity(logging.WARNING)

@@ -30,26 +30,26 @@ def cache_folder() -> pathlib.Path:
 def _default_model() -> ConfigDict:
     return ConfigDict(
         {
-            "vocab_size": 257,
-            "width": 128,
-            "num_layers": 4,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 32,
-            "mlp_width": 512,
+            "vocab_size": 257,  # at least the ids of the tokenizer
+            "width": 128,  # of embedding, stream and sources
+            "num_layers": 4,  # attention and MLP each
+            "num_heads": 4,  # of queries
+            "num_kv_heads": 2,  # each is read by num_heads / num_kv_heads heads
+            "head_dim": 32,  # set on its own, not width / num_heads
+            "mlp_width": 512,  # inside the MLP
             "tied": True,  # the head is the embedding
-            "rope_theta": 10000.0,
-            "norm_eps": 1e-6,
+            "rope_theta": 10000.0,  # base of the rotary embedding
+            "norm_eps": 1e-6,  # of every RMSNorm, those of readers included
             "dtype": "float32",  # of compute; parameters and moments are float32 or wider
             "remat": "none",  # what the backward pass keeps: see depth.REMAT_POLICIES
             "scan": "auto",  # the form of the depth loop: see depth.FORMS
             "attention": "auto",  # see attention.IMPLEMENTATIONS
             "residual": {
                 "variant": "delta_block",  # see variants.VARIANTS
-                "num_blocks": 2,
-                "gate": "none",
-                "null_source": False,
-                "centered": False,
+                "num_blocks": 2,  # of consecutive layers; no effect without blocks
+                "gate": "none",  # a factor of the mix, one for each reader
+                "null_source": False,  # a learned vector as the first source of each reader
+                "centered": False,  # weights minus 1/S: zero queries give the baseline
                 "kernel": "auto",  # how routing is computed: see residual.block_logits
             },
         }
@@ -61,7 +61,7 @@ def _default_distributed() -> ConfigDict:
         {
             "coordinator": "",  # host:port of process 0, which takes this port and the next
             "process_id": -1,  # -1, empty and 0: as the environment says, if it does
-            "num_processes": 0,
+            "num_processes": 0,  # of the whole run
             "timeout": 300.0,  # seconds to wait for the others at the start
             "heartbeat": 60.0,  # seconds after which a silent one counts as lost
         }
@@ -71,11 +71,11 @@ def _default_distributed() -> ConfigDict:
 def _default_train() -> ConfigDict:
     return ConfigDict(
         {
-            "steps": 300,
-            "batch_size": 8,
+            "steps": 300,  # updates
+            "batch_size": 8,  # sequences of an update, over all devices
             "accumulation": 1,  # micro-batches per update
-            "log_every": 1,
-            "seed": 0,
+            "log_every": 1,  # steps between rows of metrics.jsonl
+            "seed": 0,  # of initial values and the order of the data
             "nonfinite": "stop",  # at a loss or gradient that is not finite; or skip the update
             "nonfinite_limit": 10,  # skipped updates of the run; one more stops it
             "spike_factor": 0.0,  # skips updates of a gradient norm over so many times its median
@@ -98,10 +98,10 @@ def default() -> ConfigDict:
     config.model = _default_model()
     config.data = ConfigDict(
         {
-            "source": "py_stdlib",
+            "source": "py_stdlib",  # a name that data.prepare knows, or a prepared folder
             "dir": "",  # empty: the user's cache folder
-            "tokenizer": "byte",
-            "seq_len": 128,
+            "tokenizer": "byte",  # as given to data.prepare
+            "seq_len": 128,  # tokens of a row
             "mixture": "",  # "a=0.7,b=0.3": shares of the rows, of sources or folders
             "document_masking": True,  # tokens see their own document alone
             "repeat": True,  # a new order once the data is used up; else the run ends there
@@ -113,17 +113,17 @@ def default() -> ConfigDict:
     config.optim = ConfigDict(
         {
             "learning_rate": 1e-3,  # the peak
-            "final_learning_rate": 1e-4,
-            "warmup_steps": 30,
-            "schedule": "cosine",
+            "final_learning_rate": 1e-4,  # at the last step, but for a constant schedule
+            "warmup_steps": 30,  # linear from 0
+            "schedule": "cosine",  # wsd: constant, then down over cooldown_steps
             "cooldown_steps": 0,  # of wsd: the last steps, down to the final rate
-            "weight_decay": 0.1,
-            "decay": "matrices",
-            "b1": 0.9,
-            "b2": 0.95,
-            "eps": 1e-8,
+            "weight_decay": 0.1,  # of AdamW, times the rate
+            "decay": "matrices",  # what decays: matrices alone, or all parameters
+            "b1": 0.9,  # of the first moment
+            "b2": 0.95,  # of the second moment
+            "eps": 1e-8,  # of AdamW
             "clip_norm": 1.0,  # of the global norm; 0 is off
-            "z_loss": 0.0,
+            "z_loss": 0.0,  # factor of the squared log of the softmax sum
             "routing_learning_rate": 0.0,  # peak of the routing parameters; 0: as of all others
             "freeze_base": False,  # routing parameters alone are trained
         }
@@ -132,7 +132,7 @@ def default() -> ConfigDict:
         {
             "every": 100,  # 0 is off
             "rows": 64,  # the first of each set, the same each time
-            "batch_size": 8,
+            "batch_size": 8,  # sequences at a time, over all devices
             "sets": "",  # "web=SOURCE,own=FOLDER:train"; empty: the sources' validation splits
         }
     )
@@ -147,17 +147,17 @@ def default() -> ConfigDict:
     )
     config.metrics = ConfigDict(
         {
-            "tensorboard": True,
-            "wandb": False,
+            "tensorboard": True,  # files in tensorboard/
+            "wandb": False,  # needs the extra wandb
             "routing_every": 0,  # steps between two measurements of routing; 0 is off
         }
     )
     config.mesh = ConfigDict(
         {
-            "replica": 1,
-            "data": 1,
+            "replica": 1,  # cuts the batch, across slices
+            "data": 1,  # cuts the batch
             "fsdp": -1,  # -1: the rest of the devices
-            "tensor": 1,
+            "tensor": 1,  # cuts heads, MLP width, vocabulary, and the sequence between
             "allow_replicated": False,  # large weights that fsdp and tensor leave whole
         }
     )

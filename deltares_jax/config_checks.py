@@ -153,8 +153,11 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value} must be above 0")
         if key in MESH_AXES and value < 1 and value != -1:
             raise ValueError(f"{key}={value} must be at least 1, or -1 for all remaining devices")
-    for key in ("data.dir", "train.compile_cache", "init_from"):
-        local_folder(key, flat[key])
+    if not flat["data.dir"].startswith(("gs://", "s3://")):
+        local_folder("data.dir", flat["data.dir"])
+    if not flat["init_from"].startswith(("gs://", "s3://")):
+        local_folder("init_from", flat["init_from"])
+    local_folder("train.compile_cache", flat["train.compile_cache"])
     if not flat["train.compile_cache"]:
         raise ValueError("train.compile_cache='' must be a folder, 'auto' or 'off'")
 
@@ -162,7 +165,10 @@ def values(flat: Flat) -> None:
 def local_folder(key: str, path: str) -> None:
     """Refuses addresses of buckets, which would become local folders, and homes of nobody."""
     if "://" in path:
-        raise ValueError(f"{key}={path!r} must be a local folder; buckets are not supported")
+        raise ValueError(
+            f"{key}={path!r} must be a local folder, a mounted one for example; in buckets "
+            "(gs://, s3://) are prepared data and runs alone"
+        )
     try:
         pathlib.Path(path).expanduser()
     except RuntimeError:

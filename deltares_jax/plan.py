@@ -36,9 +36,9 @@ _FIND_BATCH = flags.DEFINE_boolean("find_batch", False, "Find the largest batch 
 
 def _other_recipe(path: str) -> FrozenConfigDict:
     """The recipe to compare with, under the same overrides."""
-    command.check_recipe_path("compare", path)
+    found = command.find_recipe("compare", path)
     try:
-        config = runpy.run_path(path)["get_config"]()
+        config = runpy.run_path(found)["get_config"]()
     except Exception as error:  # whatever the recipe raised
         raise ValueError(f"--compare={path}: {type(error).__name__}: {error}") from error
     if not isinstance(config, ConfigDict):

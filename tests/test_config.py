@@ -764,11 +764,13 @@ def test_debug_recipe_needs_no_download_and_fits_a_laptop():
     assert config.train.steps * config.train.batch_size * config.data.seq_len < 1e6
 
 
-@pytest.mark.parametrize("key", ["data.dir", "train.compile_cache"])
-def test_buckets_are_refused(key):
+@pytest.mark.parametrize(
+    ("key", "value"), [("data.dir", "hdfs://x/folder"), ("train.compile_cache", "gs://x/folder")]
+)
+def test_buckets_are_refused(key, value):
     config = config_lib.default()
-    config.update_from_flattened_dict({key: "gs://bucket/folder"})
-    with pytest.raises(ValueError, match=rf"{key}='gs://bucket/folder' must be a local folder"):
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ValueError, match=rf"{key}='{value}' must be a local folder"):
         config_lib.resolve(config)
 
 

@@ -148,7 +148,7 @@ def test_checkpoint_without_optimizer_gives_its_weights(source, still, tmp_path)
             "nowhere is no run: it has no checkpoints/; it must be a run, or what "
             "deltares_jax.convert import made",
         ),
-        ({"init_from": "gs://b/run"}, "init_from='gs://b/run' must be a local folder"),
+        ({"init_from": "hdfs://b/run"}, "init_from='hdfs://b/run' must be a local folder"),
         ({"init_from": "", "init_optimizer": True}, "init_optimizer=True needs init_from"),
     ],
 )

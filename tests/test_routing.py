@@ -155,7 +155,7 @@ def test_figures_show_the_numbers(report):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not BROWSER, reason="no Chromium here")
+@pytest.mark.skipif(not (BROWSER or os.environ.get("CI")), reason="no Chromium here")
 def test_the_page_opens_in_a_browser(report, tmp_path):
     """A copy counts its pictures, as nothing in the page itself runs."""
     page = (report / "report.html").read_text()

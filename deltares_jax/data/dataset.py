@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
-from deltares_jax.data import build, manifest, names, pipeline, sources, tokens
+from deltares_jax.data import buckets, build, manifest, names, pipeline, sources, tokens
 from deltares_jax.data.rows import Rows, TokenStream
 
 
@@ -196,15 +196,7 @@ def _open(config: FrozenConfigDict, key: str, name: str) -> Dataset:
     """The data set of a source's name, or in a folder, as `key` asks for it."""
     data = config.data
     asked = f"{key}={name!r}" if key == "data.source" else f"{key}: {name!r}"
-    root = manifest.root_of(data.dir)
-    folder = pathlib.Path(os.path.expanduser(name)).absolute()
-    if (folder / manifest.MANIFEST).is_file():
-        source = ""  # whatever it is
-    elif (root / manifest.MANIFEST).is_file():
-        folder, source = root, name
-    else:
-        folder, source = manifest.folder_of(root, name, data.tokenizer), name
-        _prepare_or_refuse(config, asked, folder, name)
+    folder, source = _folder(config, asked, name)
     dataset = Dataset(folder, data.seq_len, data.document_masking)
     made = dataset.manifest
     if source and made["source"] != source:
@@ -226,6 +218,28 @@ def _open(config: FrozenConfigDict, key: str, name: str) -> Dataset:
             f"the vocabulary of data.tokenizer={data.tokenizer!r}"
         )
     return dataset
+
+
+def _folder(config: FrozenConfigDict, asked: str, name: str) -> tuple[pathlib.Path, str]:
+    """Where a data set is, and the source that it must be of; empty where it may be any."""
+    data = config.data
+    if buckets.is_address(name):
+        return buckets.fetch(asked, name), ""
+    if buckets.is_address(data.dir):
+        address = data.dir
+        if not buckets.holds(asked, address):
+            inside = manifest.folder_of(pathlib.Path(), name, data.tokenizer)
+            address = f"{address.rstrip('/')}/{inside.as_posix()}"
+        return buckets.fetch(asked, address), name
+    folder = pathlib.Path(os.path.expanduser(name)).absolute()
+    if (folder / manifest.MANIFEST).is_file():
+        return folder, ""
+    root = manifest.root_of(data.dir)
+    if (root / manifest.MANIFEST).is_file():
+        return root, name
+    folder = manifest.folder_of(root, name, data.tokenizer)
+    _prepare_or_refuse(config, asked, folder, name)
+    return folder, name
 
 
 def _prepare_or_refuse(

@@ -22,8 +22,15 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
       ValueError: it is damaged.
     """
     path = folder / MANIFEST
-    if not path.is_file():
-        return None
+    return parse(path) if path.is_file() else None
+
+
+def parse(path: pathlib.Path) -> dict[str, Any]:
+    """The manifest that a file holds.
+
+    Raises:
+      ValueError: it is damaged.
+    """
     try:
         manifest = json.loads(path.read_text())
         missing = _KEYS - manifest.keys() if isinstance(manifest, dict) else _KEYS

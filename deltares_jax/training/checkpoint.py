@@ -23,7 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from deltares_jax import config_resume
-from deltares_jax.training import named_arrays
+from deltares_jax.training import named_arrays, remote, s3
 from deltares_jax.training import workdir as workdir_lib
 
 META_VERSION = 1
@@ -76,7 +76,8 @@ class Checkpointer:
     def __init__(
         self, workdir: pathlib.Path, keep: int | None = None, period: int = 0, best: int = 0
     ):
-        self.folder = workdir / workdir_lib.CHECKPOINTS
+        self._workdir = workdir
+        self.folder: Any = remote.home(workdir) / workdir_lib.CHECKPOINTS
         self.losses: dict[int, float] = {}
         self.cleaned: list[str] = []
         self._rules = (keep or 0, period, best)
@@ -85,10 +86,15 @@ class Checkpointer:
         if keep is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
-                self.cleaned = [p.name for p in self.folder.iterdir() if _is_leftover(p.name)]
+                there = list(self.folder.iterdir()) if self.folder.is_dir() else []
+                self.cleaned = [p.name for p in there if _is_leftover(p)]
                 for name in self.cleaned:
+                    if remote.is_remote(self.folder):
+                        remote.remove(self.folder / name)
+                        continue
                     shutil.rmtree(self.folder / name, ignore_errors=True)
-            self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            whole, items = s3.writer_options(self.folder)
+            self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**items), **whole)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -120,6 +126,8 @@ class Checkpointer:
             "versions": workdir_lib.versions(),
             **meta,
         }
+        if jax.process_index() == 0:
+            self._guard(remote.push, self._workdir)
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         self._guard(self._writer.save, self.folder / str(step), args=args)
 
@@ -140,6 +148,9 @@ class Checkpointer:
                 self._guard(self._remove, step)
 
     def _remove(self, step: int) -> None:
+        if remote.is_remote(self.folder):
+            remote.remove(self.folder / str(step))
+            return
         gone = self.folder / f"{step}{_REMOVED}"
         (self.folder / str(step)).rename(gone)  # a part of a step must not pass for the whole
         shutil.rmtree(gone)
@@ -247,6 +258,8 @@ class Checkpointer:
         number = 0
         while (place := home / (f"{step}-{number}" if number else str(step))).exists():
             number += 1
+        if remote.is_remote(place):
+            return remote.move(self.folder / str(step), place)
         return (self.folder / str(step)).rename(place)
 
     @contextlib.contextmanager
@@ -265,8 +278,9 @@ class Checkpointer:
             ) from error
 
 
-def _is_leftover(name: str) -> bool:
-    return name.endswith(_REMOVED) or ".orbax-checkpoint-tmp" in name
+def _is_leftover(path: pathlib.Path) -> bool:
+    begun = path.name.endswith(_REMOVED) or ".orbax-checkpoint-tmp" in path.name
+    return begun or not remote.whole(path)
 
 
 def abstract(state: Any, shardings: Any) -> Any:

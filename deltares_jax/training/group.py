@@ -16,7 +16,7 @@ from deltares_jax import config as config_lib
 from deltares_jax import printing
 from deltares_jax.parallel import peers as peers_lib
 from deltares_jax.parallel import startup
-from deltares_jax.training import signals
+from deltares_jax.training import remote, signals
 from deltares_jax.training import workdir as workdir_lib
 
 _COMMON = (0, signals.NON_FINITE, signals.DATA_ENDED, signals.SAVED)
@@ -82,7 +82,7 @@ class Group:
         self.agree(flat, "start the same command on every host")
         versions = {**workdir_lib.versions(), "code": _code()}
         self.agree(versions, "install the same on every host")
-        mark = folder / ".roll-call"
+        mark = remote.home(folder) / ".roll-call"
         token = secrets.token_hex(8)
         if self.index == 0:
             mark.write_text(token)
@@ -91,7 +91,7 @@ class Group:
             seen = mark.read_text() == token
         except OSError:
             seen = False
-        views = self.peers.gather([seen, str(folder)])
+        views = self.peers.gather([seen, remote.shown(folder) or str(folder)])
         blind = [n for n, (seen, _) in enumerate(views) if not seen]
         if self.index == 0:
             mark.unlink(missing_ok=True)

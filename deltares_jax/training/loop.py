@@ -23,6 +23,7 @@ from deltares_jax.training import (
 )
 from deltares_jax.training import group as group_lib
 from deltares_jax.training import programs as programs_lib
+from deltares_jax.training import remote as remote_lib
 from deltares_jax.training import start as start_lib
 from deltares_jax.training import workdir as workdir_lib
 
@@ -50,8 +51,14 @@ def train(
         folder = workdir_lib.open_workdir(workdir)
         group.check_start(config, folder)
         alone = workdir_lib.locked(folder) if group.index == 0 else contextlib.nullcontext()
+        mirrored = remote_lib.mirrored(folder, group.index == 0)
         kept = functools.partial(workdir_lib.newest_text, folder)
-        with workdir_lib.faults(folder), alone, signals.StopRequest(kept) as request:
+        with (
+            workdir_lib.faults(folder),
+            alone,
+            mirrored,
+            signals.StopRequest(kept) as request,
+        ):
             try:
                 return _train(config, folder, recipe, devices, request, group, time)
             except checkpoint.SaveError as error:

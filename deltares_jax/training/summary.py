@@ -11,7 +11,7 @@ from deltares_jax.analysis import plots
 from deltares_jax.data import ngram, pipeline
 from deltares_jax.data.dataset import Data
 from deltares_jax.models import sizes
-from deltares_jax.training import clock, metrics, optim
+from deltares_jax.training import clock, metrics, optim, remote
 from deltares_jax.training import workdir as workdir_lib
 from deltares_jax.training.start import Start
 
@@ -144,10 +144,13 @@ def finish(
         here, there = (shlex.quote(workdir_lib.shown(folder) + end) for end in ("", "_hf"))
         lines.append(f"next: python -m deltares_jax.convert export --workdir={here} --out={there}")
     elif recipe:
+        beside = workdir_lib.shown(folder.parent / other)
+        if address := remote.shown(folder):
+            beside = f"{address.rpartition('/')[0]}/{other}"
         lines.append(
             f"next: python -m deltares_jax.train --config={recipe} "
             f"--config.model.residual.variant={other} "
-            f"--workdir={shlex.quote(workdir_lib.shown(folder.parent / other))}"
+            f"--workdir={shlex.quote(beside)}"
         )
     metrics.say(*lines)
     return result

@@ -16,10 +16,11 @@ from importlib import metadata
 from typing import Any
 
 import jax
+from etils import epath
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
 from deltares_jax import config_checks, printing
-from deltares_jax.training import signals
+from deltares_jax.training import remote, signals
 
 CONFIG = "config.json"
 RUN = "run.json"
@@ -44,12 +45,14 @@ def open_workdir(path: str, flag: str = "--workdir") -> pathlib.Path:
     """The absolute folder of a run, created and tried for writing.
 
     Args:
-      path: of the folder.
+      path: of the folder; of one in a bucket that of its mirror on this machine.
       flag: that gave it, for errors.
 
     Raises:
       ValueError: it is a file, is not writable, or is a checkpoint's folder inside a run.
     """
+    if flag == "--workdir" and remote.is_remote(path):
+        return remote.open_mirror(flag, path)
     config_checks.local_folder(flag, path)
     workdir = pathlib.Path(path).expanduser().absolute()
     for parent in workdir.parents:
@@ -105,10 +108,11 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 
 def steps(workdir: pathlib.Path) -> list[int]:
     """Steps of the complete checkpoints of a run, oldest first."""
-    folder = workdir / CHECKPOINTS
+    folder = remote.home(workdir) / CHECKPOINTS
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    found = [path for path in folder.iterdir() if path.name.isdigit()]
+    return sorted(int(path.name) for path in found if remote.whole(path))
 
 
 def newest_text(workdir: pathlib.Path) -> str:
@@ -127,18 +131,21 @@ def locate(path: str, step: int | None = None) -> tuple[pathlib.Path, int]:
     """The run and the step that are meant by a run's folder or by `RUN/checkpoints/STEP`.
 
     Args:
-      path: the folder.
+      path: the folder; in a bucket, what is beside the checkpoints is copied to this machine.
       step: which checkpoint of the run; the newest when None.
 
     Raises:
-      ValueError: there is no such run or step.
+      ValueError: there is no such run or step, or a bucket cannot be read.
     """
-    run = pathlib.Path(path).expanduser().absolute()
+    away = remote.is_remote(path)
+    run: Any = epath.Path(path) if away else pathlib.Path(path).expanduser().absolute()
     if run.parent.name == CHECKPOINTS and run.name.isdigit():
         if step is not None and step != int(run.name):
             raise ValueError(f"{path} is step {run.name}, but step {step} was asked for")
         run, step = run.parents[1], int(run.name)
-    if not (run / CHECKPOINTS).is_dir():
+    if away:
+        run = remote.open_copy(str(run))
+    if not (remote.home(run) / CHECKPOINTS).is_dir():
         raise ValueError(f"{path} is no run: it has no {CHECKPOINTS}/")
     there = steps(run)
     if not there or (step is not None and step not in there):
@@ -148,7 +155,9 @@ def locate(path: str, step: int | None = None) -> tuple[pathlib.Path, int]:
 
 
 def shown(path: pathlib.Path) -> str:
-    """A path as it is printed: relative where it lies below the current folder."""
+    """A path as it is printed: relative below the current folder; of a bucket its address."""
+    if address := remote.shown(path):
+        return address
     here = pathlib.Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -179,8 +188,10 @@ def write_results(path: pathlib.Path, values: dict[str, Any]) -> None:
     """
     try:
         write_json(path, values)
-    except OSError as error:
-        why = f"{shown(path)} cannot be written: {error.strerror}"
+        remote.push_file(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or printing.one_line(error)
+        why = f"{shown(path)} cannot be written: {reason}"
         raise signals.Stop(why, printing.UNEXPECTED) from None
     printing.say(f"written: {shown(path)}")
 
