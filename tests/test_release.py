@@ -19,6 +19,11 @@ from deltares_jax import command as command_lib
 
 DOCKERFILE = ROOT / "launch" / "Dockerfile"
 TARGETS = ("tpu", "cuda", "cpu")
+# What was downloaded once is not again: XDG_CACHE_HOME is a new folder in every session.
+DOWNLOADS = {
+    f"{tool.upper()}_CACHE_DIR": str(pathlib.Path.home() / ".cache" / tool)
+    for tool in ("uv", "pip")
+}
 
 
 def run(*words: object, env: dict[str, str] | None = None, **kwargs) -> str:
@@ -26,7 +31,7 @@ def run(*words: object, env: dict[str, str] | None = None, **kwargs) -> str:
         [str(word) for word in words],
         capture_output=True,
         text=True,
-        env={**os.environ, "XLA_FLAGS": "", **(env or {})},
+        env={**DOWNLOADS, **os.environ, "XLA_FLAGS": "", **(env or {})},
         timeout=900,
         **kwargs,
     )
@@ -50,7 +55,9 @@ def stages() -> dict[str, list[tuple[str, str]]]:
 
 def test_versions_are_one():
     with (ROOT / "CITATION.cff").open() as file:
-        assert yaml.safe_load(file)["version"] == deltares_jax.__version__
+        citation = yaml.safe_load(file)
+    assert citation["version"] == deltares_jax.__version__
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # it asks for them
 
 
 @pytest.mark.parametrize("module", ["convert", "data.prepare"])  # the rest has no words before
