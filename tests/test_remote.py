@@ -126,7 +126,6 @@ def reads_as_from_a_folder(tmp_path, address, train, in_process, config) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", [bucket_helpers.gs_bucket], indirect=True)
 def test_two_machines_train_in_a_bucket(address, corpora, tmp_path, monkeypatch):
     system = fsspec.filesystem(address[:2])
     data = ("--config.data.source=text", f"--config.data.dir={corpora / 'short'}")
