@@ -110,6 +110,7 @@ class Block(nn.Module):
             split_rngs={"params": True},
             in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=self.length,
+            unroll=variants.written_out(self.config.remat, self.length),
         )(self.config, self.per_block, self.capture, name="layers")
         stacked = self.variables["params"]["layers"]
         logits = residual.block_logits(self.config, stacked, fixed)

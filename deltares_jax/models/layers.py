@@ -37,6 +37,29 @@ def weight(module: nn.Module, name: str, shape: tuple[int, ...], dtype: Any) -> 
     return module.param(name, INIT, shape, statistics_dtype(dtype)).astype(dtype)
 
 
+@jax.custom_vjp
+def widen(x_BTD: jax.Array, weight_DF: jax.Array) -> jax.Array:
+    """The product [B, T, F], where F is larger than D.
+
+    Autodiff would take the gradient of the weight as dyᵀ · x; a CPU then turns dy over, where x is
+    narrower.
+    """
+    return jnp.einsum("btd,df->btf", x_BTD, weight_DF)
+
+
+def _widen_forward(x_BTD: jax.Array, weight_DF: jax.Array) -> tuple[jax.Array, Any]:
+    return widen(x_BTD, weight_DF), (x_BTD, weight_DF)
+
+
+def _widen_backward(kept: Any, dy_BTF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BTD, weight_DF = kept
+    d_weight_DF = jnp.einsum("btd,btf->df", x_BTD, dy_BTF)
+    return jnp.einsum("btf,df->btd", dy_BTF, weight_DF), d_weight_DF
+
+
+widen.defvjp(_widen_forward, _widen_backward)
+
+
 def whole_rows(x_BTD: jax.Array) -> jax.Array:
     """Gathers along T; the first constraint keeps casts before the gathering of their result."""
     x_BTD = nn.with_logical_constraint(x_BTD, ("batch", "length", "embed"))
@@ -115,8 +138,8 @@ class MLP(nn.Module):
         cfg = self.config
         D, F = cfg.width, cfg.mlp_width
         x_BTD = whole_rows(x_BTD)
-        gate_BTF = jnp.einsum("btd,df->btf", x_BTD, weight(self, "gate", (D, F), cfg.dtype))
-        up_BTF = jnp.einsum("btd,df->btf", x_BTD, weight(self, "up", (D, F), cfg.dtype))
+        gate_BTF = widen(x_BTD, weight(self, "gate", (D, F), cfg.dtype))
+        up_BTF = widen(x_BTD, weight(self, "up", (D, F), cfg.dtype))
         gate_BTF, up_BTF = (
             nn.with_logical_constraint(x, ("batch", None, "mlp")) for x in (gate_BTF, up_BTF)
         )

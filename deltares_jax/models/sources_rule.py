@@ -91,6 +91,7 @@ class _Depth:
         self.summed = self.row.stream == "accumulate" and self.row.appends == "output"
         # More layers in a group would read the buffer less often, and its own sources more often.
         self.group = 2 if config.num_layers % 2 == 0 and self.passes.fits(4) else 1
+        self.unroll = variants.written_out(config.remat, config.num_layers)
 
     def forward(
         self, sublayers: Params, readers: Readers, embedding_BTD: jax.Array, context: Context
@@ -126,7 +127,9 @@ class _Depth:
             return (buffer, table, stream), (jax.tree.map(_stack, *stats), kept)
 
         xs = (self._groups(sublayers), 2 * G * jnp.arange(L // G))
-        (buffer, table, stream), (stats, kept) = lax.scan(body, (buffer, table, stream), xs)
+        (buffer, table, stream), (stats, kept) = lax.scan(
+            body, (buffer, table, stream), xs, unroll=self.unroll
+        )
         stats = jax.tree.map(lambda s: s.reshape(2 * L, *s.shape[2:]), stats)
         if self.row.final_read:
             part = self.passes.last_part(buffer, table, readers)
@@ -194,7 +197,9 @@ class _Depth:
 
         carry = (buffer, stream, d_stream, back)
         xs = (self._groups(sublayers), 2 * G * jnp.arange(L // G), kept)
-        (buffer, _, d_stream, back), d_layers = lax.scan(body, carry, xs, reverse=True)
+        (buffer, _, d_stream, back), d_layers = lax.scan(
+            body, carry, xs, reverse=True, unroll=self.unroll
+        )
         d_embedding = jnp.zeros((), self.wide) if d_stream is None else d_stream
         if self.row.seeded:
             d_first, back = self.passes.gather(buffer, 0, 1, readers, stats, back)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 SUBLAYERS = ("attn", "mlp")
+_FEW = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,15 @@ def layers_per_block(variant: str, num_layers: int, num_blocks: int) -> int:
     if VARIANTS[variant].grows != "block":
         return num_layers
     return -(-num_layers // num_blocks)
+
+
+def written_out(remat: str, length: int) -> int:
+    """How many steps of a loop over `length` layers the program writes out one after the other.
+
+    All of a few: slices of stacked arrays cost more there than a longer program does. Where layers
+    run again for the backward pass the loop also keeps the compiler from undoing that.
+    """
+    return length if remat == "none" and length <= _FEW else 1
 
 
 def block_lengths(variant: str, num_layers: int, num_blocks: int) -> tuple[int, ...]:
