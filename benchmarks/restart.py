@@ -6,6 +6,11 @@ Each stop is kill -9 or SIGTERM, by chance while it starts and compiles, or afte
 each the loss, learning rate and gradient norm of every step, every held-out loss and a hash of
 every batch must be those of the uninterrupted run, to the last digit; else the exit code is 1.
 Flags that are not known here go to the train command, for example --config.model.width=32.
+
+    python benchmarks/restart.py --times=5 --config.model.width=512
+
+How long a run stands still, on a warm compile cache: from kill -9 to the first step after the
+restart, so many times, and how long a save holds up the steps.
 """
 
 import argparse
@@ -14,10 +19,13 @@ import os
 import pathlib
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+
+from deltares_jax.training import checkpoint
 
 STEPS = 60
 ARGUMENTS = [
@@ -115,8 +123,41 @@ def stop_somewhere(
     return name, process.wait()
 
 
+def standstill(folder: pathlib.Path, more: list[str], stops: int) -> str:
+    """Seconds from kill -9 to the next step, and those that a save takes from the steps."""
+    log, waits = folder / "run" / "metrics.jsonl", []
+    process = start(folder, more)
+    for _ in range(stops):
+        before = len(lines(log))
+        while len(lines(log)) < before + 5:
+            time.sleep(0.01)
+            assert process.poll() is None, (folder / "log").read_text()
+        process.kill()
+        process.wait()
+        began, before = time.monotonic(), len(lines(log))
+        process = start(folder, more)
+        while len(lines(log)) <= before:
+            time.sleep(0.01)
+            assert process.poll() is None, (folder / "log").read_text()
+        waits.append(time.monotonic() - began)
+    process.wait()
+    (folder / "whole").mkdir()
+    start(folder / "whole", [*more, "--config.checkpoint.keep=100"]).wait()
+    run, steps = folder / "whole" / "run", checkpoints(folder / "whole")
+    spent = checkpoint.Checkpointer(run).read_meta(steps[-1])["clock"]["save"]
+    files = (run / "checkpoints" / str(steps[-1])).rglob("*")
+    size = sum(path.stat().st_size for path in files if path.is_file())
+    return (
+        f"from kill -9 to the next step: median {statistics.median(waits):.1f} s of {stops} "
+        f"({min(waits):.1f} to {max(waits):.1f})\n"
+        f"a save of {size / 1e6:.1f} MB holds up the steps for "
+        f"{1e3 * spent / (len(steps) - 1):.0f} ms"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--times", type=int, default=0, help="so many restarts are timed")
     parser.add_argument("--stops", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options, more = parser.parse_known_args()
@@ -127,6 +168,10 @@ def main() -> int:
     if start(root / "straight", more).wait():
         print((root / "straight" / "log").read_text())
         return 1
+    if options.times:
+        (root / "stops").mkdir()
+        print(standstill(root / "stops", more, options.times))
+        return 0
     whole = time.monotonic() - began
     straight = numbers(root / "straight")
     assert sorted(straight["train"]) == list(range(1, STEPS + 1))

@@ -6,7 +6,9 @@
 Every sublayer is replaced by a multiplication, so what is left is Delta AttnRes over all layers:
 logits, softmax, mix, and the gradients of sources, queries and gains. The direct form stacks the
 sources of each reader, normalises them, and is differentiated by jax. Prints the times of one step
-on the first device, best of several, and their ratio; checks first that the gradients agree.
+on the first device, best of several, and their ratio; checks that the gradients agree. Beside them
+the time that the device's memory needs for the bytes which have to move: each reader reads its
+sources once forward and twice backward, at the bandwidth that a large copy reaches in this run.
 """
 
 import argparse
@@ -52,6 +54,23 @@ def direct(config: Any, layers: Any, embedding_BTD: jax.Array) -> jax.Array:
             h_BTD = h_BTD + y_BTD
             sources.append(y_BTD)
     return h_BTD
+
+
+def bandwidth() -> float:
+    """Bytes a second, read and written, of a sum over an array much larger than any cache."""
+    x = jnp.ones(2**26, jnp.float32)
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    best = np.inf
+    for _ in range(8):
+        began = time.perf_counter()
+        x = jax.block_until_ready(add(x))
+        best = min(best, time.perf_counter() - began)
+    return 2 * x.nbytes / best
+
+
+def least_bytes(layers: int, source_bytes: int) -> int:
+    """What moves at least: 1, 1, 2, … 2L sources, for a sublayer each, once and twice more."""
+    return 3 * source_bytes * sum(max(sublayer, 1) for sublayer in range(2 * layers))
 
 
 def main() -> None:
@@ -106,6 +125,12 @@ def main() -> None:
         limit = 1e-3 if args.dtype == "float32" else 1e-1
         assert error < limit or not np.any(np.float64(a)), f"gradients differ by {error:.1e}"
     print(f"ratio   {times['direct'] / times['rule']:.2f}, {jax.devices()[0].device_kind}")
+    moved, speed = least_bytes(L, e_BTD.nbytes), bandwidth()
+    print(
+        f"memory  {moved / 1e9:.2f} GB at least, {1e3 * moved / speed:.1f} ms at the measured "
+        f"{speed / 1e9:.1f} GB/s; the rule takes {times['rule'] * speed / moved:.1f} times that, "
+        f"the direct form {times['direct'] * speed / moved:.1f} times"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Speed of the data: rows read by one core, seeks, and tokenising by several processes.
 
-    python benchmarks/data_input.py --tokenizer=PATH_OR_HUB_ID
+    python benchmarks/input.py --tokenizer=PATH_OR_HUB_ID
 
 The text is the interpreter's own standard library. Rates are per second of processor time (what one
 core gives when nothing else runs on it) and per second of the clock; of rows, the best of five
