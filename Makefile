@@ -35,7 +35,7 @@ lint: $(TOOLS)
 # The pages to build/site; a broken link, anchor or marker is an error.
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	$(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # Versions for containers and TPU VMs. libtpu needs glibc 2.31.
 lock: $(TOOLS)

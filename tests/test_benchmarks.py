@@ -113,4 +113,6 @@ def test_overhead_compares_variants_with_the_baseline(tmp_path):
     baseline, delta_block = [line.split(" | ") for line in table[1:]]
     assert [baseline[0], baseline[2], baseline[4]] == ["baseline", "1.000", "1.000"]
     assert delta_block[0] == "delta_block"
-    assert float(delta_block[4]) > 1  # it keeps sources
+    assert float(delta_block[2]) == pytest.approx(
+        float(delta_block[1]) / float(baseline[1]), rel=0.1
+    )
