@@ -249,11 +249,12 @@ def for_tpu(size: str, variant: str, **model):
 @pytest.mark.parametrize(
     ("variant", "name", "width"),
     [
-        ("baseline", "v5e:2x2", 128),
         ("delta_block", "v5e:2x2", 128),
-        ("delta_attnres", "v5e:2x2", 1280),  # kernels for the readers of two layers, and of one
-        ("delta_attnres", "v5p:2x2x1", 4096),
-        ("attnres_full", "v6e:2x2", 128),
+        pytest.param("baseline", "v5e:2x2", 128, marks=pytest.mark.slow),
+        # Kernels for the readers of two layers, and of one.
+        pytest.param("delta_attnres", "v5e:2x2", 1280, marks=pytest.mark.slow),
+        pytest.param("delta_attnres", "v5p:2x2x1", 4096, marks=pytest.mark.slow),
+        pytest.param("attnres_full", "v6e:2x2", 128, marks=pytest.mark.slow),
     ],
 )
 def test_a_small_model_compiles_for_a_tpu(variant, name, width):

@@ -154,6 +154,7 @@ def test_the_kernel_of_the_backward_pass_has_the_gradients_of_the_loop(
         np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * jnp.max(jnp.abs(b)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width"), [("v5e:2x2", 1280), ("v5p:2x2x1", 4096), ("v6e:2x2", 1280)]
 )
