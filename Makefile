@@ -22,10 +22,10 @@ debug: $(VENV)/.installed
 	$(BIN)/python -m deltares_jax.train --config=configs/debug.py
 
 test: $(TOOLS)
-	$(BIN)/pytest -m 'not slow' $(TESTS)
+	$(BIN)/pytest -m 'not slow' --durations=10 $(TESTS)
 
 slow: $(TOOLS)
-	TEST_XLA_FLAGS= $(BIN)/pytest -m slow
+	TEST_XLA_FLAGS= $(BIN)/pytest -m slow --durations=25
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .
