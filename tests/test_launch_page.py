@@ -9,6 +9,8 @@ import yaml
 from conftest import ROOT
 from launch_helpers import FLAG, GKE, RUN, Launch, has_shellcheck
 
+REPLICA = "--config.mesh.replica=4"
+
 
 @pytest.fixture
 def launch(tmp_path) -> Launch:
@@ -16,7 +18,7 @@ def launch(tmp_path) -> Launch:
 
 
 def test_the_manifest_of_several_slices(launch):
-    done = launch.bash("gke.sh", "render", FLAG, '--config.a="\\', **GKE)
+    done = launch.bash("gke.sh", "render", FLAG, REPLICA, '--config.a="\\', SLICES="2", **GKE)
     assert "@" not in done.stdout.split("\n", 1)[1]
     manifest = yaml.safe_load(done.stdout)
     assert manifest["metadata"]["name"] == "b"
@@ -28,7 +30,7 @@ def test_the_manifest_of_several_slices(launch):
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     trainer = ["python", "-m", "deltares_jax.train", f"--config={RUN['CONFIG']}"]
-    trainer += [f"--workdir={RUN['WORKDIR']}", "--config.train.platform=tpu", FLAG]
+    trainer += [f"--workdir={RUN['WORKDIR']}", "--config.train.platform=tpu", FLAG, REPLICA]
     assert container["command"] == ["launch/restart.sh", *trainer, '--config.a="\\']
     (rule,) = job["podFailurePolicy"]["rules"]
     final = rule["onExitCodes"]["values"]
