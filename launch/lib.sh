@@ -121,6 +121,7 @@ exists() {
     rm "$errors"
     return 1
   fi
+  [ -z "$ANSWER" ] || say "$ANSWER" # where xpk says what is wrong
   cat "$errors" >&2
   rm "$errors"
   echo "error: $(quoted "$@") failed" >&2
