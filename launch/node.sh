@@ -61,8 +61,7 @@ start() {
   "${command[@]}" </dev/null >>run.log 2>&1 9>&- &
   echo $! >run.pid
   sleep 1
-  look
-  if [ -n "$LOOP" ]; then
+  if kill -0 $! 2>/dev/null; then
     say "$HERE: started"
   elif [ "$(result)" = 0 ]; then
     say "$HERE: ended with exit code 0"
