@@ -31,6 +31,7 @@ MARKER = re.compile(r"^<!-- (\w+): (.+?) -->$", re.MULTILINE)
 # The words of `needs`, and how a page says them.
 NEEDS = {
     "cloud": "a Google Cloud project",
+    "docker": "Docker",
     "edit": "the edit above",
     "gpu": "GPUs",
     "hosts": "several machines",
@@ -155,9 +156,9 @@ def size_table() -> str:
 
 
 def page(name: str) -> str:
-    """A page from elsewhere; links to files beside it become their paths, its blocks are bash."""
+    """A page from elsewhere; links to files beside it become their paths."""
     folder = pathlib.PurePosixPath(name).parent
-    text = re.sub(r"^\n```$", "\n```bash", (ROOT / name).read_text(), flags=re.MULTILINE)
+    text = (ROOT / name).read_text()
     return re.sub(r"\[([^\]]+)\]\((?!https?:)([^)]+)\)", rf"`{folder}/\2`", text)
 
 
@@ -179,7 +180,7 @@ def filled(markdown: str) -> str:
         return _KINDS[match[1]](match[2])
 
     whole = [m[2] for m in MARKER.finditer(markdown) if m[1] == "page"]
-    return page(whole[0]) if whole else MARKER.sub(fill, markdown)
+    return MARKER.sub(fill, page(whole[0]) if whole else markdown)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -12,18 +12,19 @@
 # CLUSTER          its name
 # NAME             of the run
 # ACCELERATOR      label of its nodes: tpu-v5p-slice, tpu-v6e-slice, tpu-v5-lite-podslice, tpu7x
-# TOPOLOGY         of a slice in chips
+# TOPOLOGY         of a slice in chips: 4x4x4, for v6e and v5e 8x8
 # CHIPS_PER_HOST   4 when empty
-# SLICES           1 when empty; mesh.replica of the run must be a multiple of it
+# SLICES           1 when empty; --config.mesh.replica must be a multiple of it
 # IMAGE            the container, with the target tpu of launch/Dockerfile
-# CONFIG           the recipe
+# CONFIG           the recipe, in configs/, which the container has
 # WORKDIR          the run's folder, at gs:// or s3://
 # SERVICE_ACCOUNT  of Kubernetes, which may write to the bucket; default when empty
 # MAX_RESTARTS     10 when empty: how often lost machines are made up for
 #
 # logs and delete need the first four alone. --dry_run prints the commands.
 
-cd "$(dirname "$0")/.." || exit 1
+SCRIPT=$(readlink -f "$0")
+cd "${SCRIPT%/*}/.." || exit 1
 # shellcheck source=launch/lib.sh
 source launch/lib.sh
 
@@ -40,16 +41,27 @@ need NAME delta-7b '[a-z]([-a-z0-9]*[a-z0-9])?'
 case $VERB in
   render | create)
     need ACCELERATOR tpu-v5p-slice 'tpu-v4-podslice|tpu-v5p-slice|tpu-v6e-slice|tpu-v5-lite-podslice|tpu7x'
-    need TOPOLOGY 4x4x4 '[0-9]+x[0-9]+(x[0-9]+)?'
+    side='[1-9][0-9]{0,2}'
+    case ${ACCELERATOR:-} in
+      tpu-v6e-slice | tpu-v5-lite-podslice) need TOPOLOGY 8x8 "${side}x$side" ;;
+      *) need TOPOLOGY 4x4x4 "${side}x${side}x$side" ;;
+    esac
     need CHIPS_PER_HOST 4 '1|4|8'
-    need SLICES 2 '[1-9][0-9]*'
+    need SLICES 2 '[1-9][0-9]{0,3}'
     need SERVICE_ACCOUNT trainer '[a-z]([-a-z0-9]*[a-z0-9])?'
     need MAX_RESTARTS 10 '[0-9]+'
-    need IMAGE us-east5-docker.pkg.dev/my-project/my-repository/deltares_jax:tpu '[-_.:/@a-zA-Z0-9]+'
-    need_run
+    need_image
+    need_run 'configs/*' bucket
     ;;
 esac
 needed
+if [ "$VERB" = render ] || [ "$VERB" = create ]; then
+  check_replica
+fi
+if [ "$VERB" != render ]; then
+  need_gcloud
+  need_kubectl
+fi
 
 # The words of a command as JSON, which YAML takes.
 json() {

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # What the launch scripts share; sourced, not run.
 #
-# A script says what it needs by `need`, and acts by `run` and `exists` alone, so that --dry_run
-# prints every command that would be run, in a form that a shell takes.
+# A script says what it needs by `need` and its like, and acts by `run` and `exists` alone, so that
+# --dry_run prints every command that would be run, in a form that a shell takes.
 
 set -euo pipefail
 
@@ -24,7 +24,7 @@ parse() {
   for argument in "$@"; do
     case $argument in
       -h | --help)
-        sed -n '2,/^$/s/^#\( \|$\)//p' "launch/${0##*/}"
+        sed -n '2,/^$/s/^#\( \|$\)//p' "$SCRIPT"
         exit 0
         ;;
       --dry_run | --dry-run) DRY_RUN=yes ;;
@@ -55,10 +55,34 @@ need() {
 
 # Refuses all that is missing at once.
 needed() {
-  [ ${#MISSING[@]} -eq 0 ] && return
   local text
-  text=$(printf ', %s' "${MISSING[@]}")
-  fail "missing variables: ${text:2}"
+  if [ ${#MISSING[@]} -gt 0 ]; then
+    text=$(printf ', %s' "${MISSING[@]}")
+    fail "missing variables: ${text:2}"
+  fi
+  local folder=${TMPDIR:-/tmp}
+  if ! [ -d "$folder" ] || ! [ -w "$folder" ]; then
+    fail "TMPDIR=$folder must be a folder that can be written; make it, or unset TMPDIR"
+  fi
+}
+
+# need_tool NAME WHERE: a command, and where to get it; a dry run does without.
+need_tool() {
+  [ -n "$DRY_RUN" ] || command -v "$1" >/dev/null || fail "$1 is not installed; $2"
+}
+
+need_gcloud() {
+  need_tool gcloud "see https://cloud.google.com/sdk/docs/install"
+}
+
+need_kubectl() {
+  need_tool kubectl "give: gcloud components install kubectl gke-gcloud-auth-plugin"
+}
+
+# With its registry: nodes pull it from there.
+need_image() {
+  need IMAGE us-east5-docker.pkg.dev/my-project/my-repository/deltares_jax:tpu \
+    '[-.a-zA-Z0-9]+\.[a-z]+(:[0-9]+)?/[-_.:/@a-zA-Z0-9]+'
 }
 
 quoted() {
@@ -97,6 +121,7 @@ exists() {
     rm "$errors"
     return 1
   fi
+  [ -z "$ANSWER" ] || say "$ANSWER" # where xpk says what is wrong
   cat "$errors" >&2
   rm "$errors"
   echo "error: $(quoted "$@") failed" >&2
@@ -107,10 +132,35 @@ say() {
   echo "$*" >&2
 }
 
-# What the trainer needs.
-need_run() {
+# need_config PATTERN: the recipe, a file whose path matches, or the name of one in configs/.
+need_config() {
   need CONFIG configs/7b_delta_block.py
-  need WORKDIR gs://my-bucket/runs/7b '((gs|s3):/)?/?[^:]+'
+  local file=${CONFIG:-} bare
+  bare=${file#configs/}
+  bare=${bare%.py}
+  # shellcheck disable=SC2053  # a pattern
+  [[ -z $file || (-f $file && $file == $1) || ($bare != */* && -f configs/$bare.py) ]] ||
+    fail "CONFIG='$file' is no file of the form $1, and not the name of one in configs/"
+}
+
+# need_run PATTERN [bucket]: what the trainer needs; the pattern is that of need_config.
+need_run() {
+  local form='(gs|s3)://[^:/][^:]*'
+  [ "${2:-}" = bucket ] || form+='|[^:]+'
+  need_config "$1"
+  need WORKDIR gs://my-bucket/runs/7b "$form"
+}
+
+# Refuses what the trainer would refuse when all slices are up.
+check_replica() {
+  local flag value=
+  for flag in ${TRAINER_FLAGS[@]+"${TRAINER_FLAGS[@]}"}; do
+    [[ $flag != --config.mesh.replica=* ]] || value=${flag#*=}
+  done
+  [[ $SLICES -eq 1 || $value == -1 ]] && return
+  [[ $value =~ ^[1-9][0-9]{0,3}$ && $((value % SLICES)) -eq 0 ]] ||
+    fail "SLICES=$SLICES needs --config.mesh.replica=$SLICES or a multiple of it, not '$value':" \
+      "no other axis goes across slices"
 }
 
 # trainer PLATFORM: its command, in the array TRAINER.

@@ -15,11 +15,11 @@
 #
 # --dry_run prints the commands.
 
-cd "$(dirname "$0")/.." || exit 1
+SCRIPT=$(readlink -f "$0")
+cd "${SCRIPT%/*}/.." || exit 1
 # shellcheck source=launch/lib.sh
 source launch/lib.sh
 
-DATA=${DATA:-${XDG_CACHE_HOME:-$HOME/.cache}/deltares_jax/data}
 TARGET=${TARGET:-tpu}
 
 parse "create data image" "" "$@"
@@ -28,9 +28,15 @@ need ZONE us-east5-a '[a-z]+-[a-z]+[0-9]+-[a-z]'
 need TARGET tpu 'tpu|cuda|cpu'
 case $VERB in
   create | data) need BUCKET my-bucket '[a-z0-9][-_.a-z0-9]*' ;;
-  image) need IMAGE us-east5-docker.pkg.dev/my-project/my-repository/deltares_jax:tpu ;;
+  image) need_image ;;
 esac
+if [ "$VERB" = data ] && [ -z "${DATA:-}" ]; then
+  [ -n "${XDG_CACHE_HOME:-}" ] || need HOME /home/me
+  DATA=${XDG_CACHE_HOME:-${HOME:-}/.cache}/deltares_jax/data
+fi
 needed
+need_gcloud
+[ "$VERB" != image ] || need_tool docker "see https://docs.docker.com/engine/install"
 
 case $VERB in
   create)
@@ -45,6 +51,8 @@ case $VERB in
     fi
     ;;
   data)
+    [ -n "$DRY_RUN" ] || [ -d "$DATA" ] ||
+      fail "DATA=$DATA is no folder; make it by python -m deltares_jax.data.prepare"
     run gcloud storage rsync "$DATA" "gs://$BUCKET/data" --recursive "--project=$PROJECT"
     ;;
   image)

@@ -11,7 +11,8 @@
 #   0, 2, 3, 4, 5, 6 the end: done, or an error that comes again
 #   all others       the end: not of the trainer (126, 127: there is no such command)
 #
-# The exit code is that of the last start. SIGTERM, SIGINT and SIGHUP to this script go to the
+# The exit code is that of the last start, or 143 after SIGTERM in a pause (SIGINT 130, SIGHUP 129).
+# SIGTERM, SIGINT and SIGHUP to this script go to the
 # trainer, and then its end is the end. Of several hosts each runs this script.
 #
 # RESTART_LIMIT    starts again in a row, 10 when empty; one that lasted RESTART_RESET seconds
@@ -34,14 +35,20 @@ case ${1:-} in
     shift
     ;;
 esac
+case ${1:-} in
+  -*)
+    echo "error: unknown flag $1; see $0 --help" >&2
+    exit 2
+    ;;
+esac
 if [ $# -eq 0 ]; then
   echo "error: no command to run; see $0 --help" >&2
   exit 2
 fi
 limit=${RESTART_LIMIT:-10} reset=${RESTART_RESET:-1800} first_pause=${RESTART_PAUSE:-5}
 for pair in "RESTART_LIMIT=$limit" "RESTART_RESET=$reset" "RESTART_PAUSE=$first_pause"; do
-  if ! [[ ${pair#*=} =~ ^[0-9]+$ ]]; then
-    echo "error: $pair must be a whole number" >&2
+  if ! [[ ${pair#*=} =~ ^(0|[1-9][0-9]{0,8})$ ]]; then
+    echo "error: $pair must be a whole number of at most 9 digits" >&2
     exit 2
   fi
 done
@@ -54,12 +61,12 @@ fi
 child=
 stopping=
 forward() {
-  stopping=yes
+  stopping=$2
   [ -n "$child" ] && kill "-$1" "$child" 2>/dev/null
 }
-trap 'forward TERM' TERM
-trap 'forward INT' INT
-trap 'forward HUP' HUP # under nohup it stays ignored
+trap 'forward TERM 143' TERM
+trap 'forward INT 130' INT
+trap 'forward HUP 129' HUP # under nohup it stays ignored
 
 end() {
   [ -n "${RESTART_RESULT:-}" ] && echo "$1" >"$RESTART_RESULT"
@@ -111,6 +118,10 @@ while true; do
   # In the background, so that a signal ends it at once.
   sleep "$pause" &
   wait $!
-  [ -n "$stopping" ] && end "$code"
+  if [ -n "$stopping" ]; then
+    kill $! 2>/dev/null
+    echo "restart.sh: asked to stop; nothing runs" >&2
+    end "$stopping"
+  fi
   pause=$((pause * 2 > 60 ? 60 : pause * 2))
 done

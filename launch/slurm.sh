@@ -20,7 +20,8 @@
 #
 # stop, logs and delete need NAME alone. --dry_run prints the commands.
 
-cd "$(dirname "$0")/.." || exit 1
+SCRIPT=$(readlink -f "$0")
+cd "${SCRIPT%/*}/.." || exit 1
 # shellcheck source=launch/lib.sh
 source launch/lib.sh
 
@@ -30,9 +31,17 @@ if [ "$VERB" = create ]; then
   need NODES 4 '[1-9][0-9]*'
   need GPUS_PER_NODE 8 '[1-9][0-9]*'
   need TIME 24:00:00 '[-:0-9]+'
-  need_run
+  need_run '*'
 fi
 needed
+slurm="give this on a machine that has the commands of Slurm"
+case $VERB in
+  create)
+    need_tool squeue "$slurm"
+    need_tool sbatch "$slurm"
+    ;;
+  stop | delete) need_tool scancel "$slurm" ;;
+esac
 user=${USER:-$(id -un)}
 
 case $VERB in

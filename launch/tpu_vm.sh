@@ -14,7 +14,8 @@
 # PROJECT      of Google Cloud
 # ZONE         that has the accelerator
 # NAME         of the slice
-# ACCELERATOR  type and size: v5p-128 counts cores (64 chips), v6e-64 and v5litepod-64 chips
+# ACCELERATOR  for create and resume: type and size; v5p-128 counts cores (64 chips), v6e-64 and
+#              v5litepod-64 chips
 # CONFIG       for run and resume: the recipe
 # WORKDIR      for run and resume: the run's folder, at gs://, or one that all workers see
 # TIER         on_demand when empty, spot, or reserved
@@ -23,7 +24,8 @@
 #
 # --dry_run prints the commands.
 
-cd "$(dirname "$0")/.." || exit 1
+SCRIPT=$(readlink -f "$0")
+cd "${SCRIPT%/*}/.." || exit 1
 # shellcheck source=launch/lib.sh
 source launch/lib.sh
 
@@ -35,15 +37,21 @@ parse "create wait install run logs stop resume delete" "run resume" "$@"
 need PROJECT my-project '[a-z][-a-z0-9:.]*'
 need ZONE us-east5-a '[a-z]+-[a-z]+[0-9]+-[a-z]'
 need NAME 7b '[a-z0-9]([-a-z0-9]*[a-z0-9])?'
-need ACCELERATOR v5p-128 '(v4|v5p|v6e|v5litepod)-[0-9]+'
 need QUEUED yes 'yes|no'
 need TIER spot 'on_demand|spot|reserved'
 case $VERB in
-  run | resume) need_run ;;
+  create | resume) need ACCELERATOR v5p-128 '(v4|v5p|v6e|v5litepod)-[0-9]+' ;;
+esac
+case $VERB in
+  run | resume) need_run '[!/]*' ;;
 esac
 needed
+need_gcloud
+case $VERB in
+  install | resume) need_tool git "see https://git-scm.com/downloads" ;;
+esac
 
-case $ACCELERATOR in
+case ${ACCELERATOR:-} in
   v4-*) default=tpu-ubuntu2204-base ;;
   v5p-*) default=v2-alpha-tpuv5 ;;
   v5litepod-*) default=v2-alpha-tpuv5-lite ;;
@@ -83,14 +91,23 @@ delete() {
   fi
 }
 
-# Ends the script where the machines are gone.
-not_gone() {
+# Ends the script in a state that does not become ACTIVE or READY by itself.
+comes_right() {
+  local advice
   case $ANSWER in
-    FAILED | SUSPEND* | PREEMPTED | TERMINATED)
-      say "error: $NAME is $ANSWER; resume asks for it again"
-      exit 1
+    ACTIVE | READY) return ;;
+    CREATING | ACCEPTED | WAITING_FOR_RESOURCES | PROVISIONING) return ;;
+    STARTING | RESTARTING | REIMAGING | REPAIRING) return ;;
+    FAILED | SUSPENDED | PREEMPTED | TERMINATED) advice="resume asks for it again" ;;
+    STOPPED)
+      advice="resume starts it, and so does: $(quoted gcloud compute tpus tpu-vm start "$NAME" \
+        "${where[@]}")"
       ;;
+    DELETING | STOPPING | SUSPENDING) advice="give $VERB again in a minute" ;;
+    *) advice="look at it in the console of Google Cloud, or give delete, then create" ;;
   esac
+  say "error: $NAME is $ANSWER; $advice"
+  exit 1
 }
 
 wait_for() {
@@ -103,7 +120,7 @@ wait_for() {
     case $ANSWER in
       ACTIVE | READY) return ;;
     esac
-    not_gone
+    comes_right
     say "$NAME: $ANSWER"
     sleep "${POLL_SECONDS:-30}"
   done
@@ -115,14 +132,24 @@ on() {
 }
 
 install() {
-  if exists 'no such thing' git status --porcelain; then
+  if exists 'not a git repository' git status --porcelain; then
     say "not sent, for it is not committed:" "$ANSWER"
   fi
-  run git archive --format=tar.gz "--output=$PACKAGE" HEAD
+  run git archive --format=tar.gz "--output=$PACKAGE" HEAD ||
+    fail "git archive failed; install sends the last commit of $PWD, a checkout by git"
   run gcloud compute tpus tpu-vm scp "$PACKAGE" "$NAME:deltares_jax.tar.gz" "${where[@]}" \
     --worker=all --quiet
   on all "mkdir -p deltares_jax && tar -xzf deltares_jax.tar.gz -C deltares_jax && \
 env PLATFORM=tpu bash deltares_jax/launch/node.sh install"
+}
+
+# What runs there keeps its code; where install was cut short, nothing can.
+install_where_bare() {
+  if exists 'no such thing' gcloud compute tpus tpu-vm ssh "$NAME" "${where[@]}" \
+    --worker=all '--command=[ -e deltares_jax/.venv/installed ] || echo bare' --quiet &&
+    grep -qx bare <<<"$ANSWER"; then
+    install
+  fi
 }
 
 # start VERB, of node.sh
@@ -134,7 +161,7 @@ start() {
 case $VERB in
   create)
     if there; then
-      not_gone
+      comes_right
       say "$NAME is there already: $ANSWER"
     else
       create
@@ -155,21 +182,18 @@ case $VERB in
         say "$NAME is $ANSWER; asking for it again"
         delete
         create
+        wait_for
+        install
         ;;
-      SUSPENDING | DELETING)
-        say "error: $NAME is $ANSWER; give resume again in a minute"
-        exit 1
+      STOPPED)
+        say "$NAME is $ANSWER; starting it"
+        run gcloud compute tpus tpu-vm start "$NAME" "${where[@]}"
+        wait_for
+        install_where_bare
         ;;
-    esac
-    case $ANSWER in
-      ACTIVE | READY)
-        # What runs there keeps its code; where install was cut short, nothing can.
-        if exists 'no such thing' gcloud compute tpus tpu-vm ssh "$NAME" "${where[@]}" \
-          --worker=all '--command=[ -e deltares_jax/.venv/installed ] || echo bare' --quiet; then
-          install
-        fi
-        ;;
+      ACTIVE | READY) install_where_bare ;;
       *)
+        [ -z "$ANSWER" ] || comes_right
         wait_for
         install
         ;;

@@ -11,17 +11,19 @@
 # ZONE         that has the accelerator
 # CLUSTER      its name
 # ACCELERATOR  type and size of a slice: v5p-128 counts cores (64 chips), v6e-64 chips
-# SLICES       1 when empty; mesh.replica of the run must be a multiple of it
+# SLICES       1 when empty; --config.mesh.replica must be a multiple of it
 # NAME         of the run, for create, logs and delete
 # IMAGE        for create: the container, with the target tpu of launch/Dockerfile
-# CONFIG       for create: the recipe
+# CONFIG       for create: the recipe, in configs/, which the container has
 # WORKDIR      for create: the run's folder, at gs:// or s3://
-# TIER         for cluster: on_demand when empty, spot, or the name of a reservation
+# TIER         for cluster: on_demand when empty, spot, or reserved
+# RESERVATION  for cluster with TIER=reserved: its name
 # MAX_RESTARTS 10 when empty: how often lost machines are made up for
 #
 # --dry_run prints the commands.
 
-cd "$(dirname "$0")/.." || exit 1
+SCRIPT=$(readlink -f "$0")
+cd "${SCRIPT%/*}/.." || exit 1
 # shellcheck source=launch/lib.sh
 source launch/lib.sh
 
@@ -33,29 +35,37 @@ parse "cluster create logs delete delete_cluster" "create" "$@"
 need PROJECT my-project '[a-z][-a-z0-9:.]*'
 need ZONE us-east5-a '[a-z]+-[a-z]+[0-9]+-[a-z]'
 need CLUSTER my-cluster '[a-z]([-a-z0-9]*[a-z0-9])?'
-need SLICES 2 '[1-9][0-9]*'
+need SLICES 2 '[1-9][0-9]{0,3}'
 need MAX_RESTARTS 10 '[0-9]+'
 case $VERB in
   cluster | create) need ACCELERATOR v5p-128 '[a-z0-9]+-[0-9]+' ;;
 esac
+if [ "$VERB" = cluster ]; then
+  need TIER spot 'on_demand|spot|reserved'
+  [ "$TIER" != reserved ] || need RESERVATION my-reservation '[-/a-z0-9]+'
+fi
 case $VERB in
   create | logs | delete) need NAME delta-7b '[a-z]([-a-z0-9]*[a-z0-9])?' ;;
 esac
 if [ "$VERB" = create ]; then
-  need IMAGE us-east5-docker.pkg.dev/my-project/my-repository/deltares_jax:tpu
-  need_run
+  need_image
+  need_run 'configs/*' bucket
 fi
 needed
+[ "$VERB" != create ] || check_replica
+if [ "$VERB" = logs ]; then
+  need_gcloud
+  need_kubectl
+else
+  need_tool xpk "give: pip install xpk"
+fi
 
 where=("--cluster=$CLUSTER" "--project=$PROJECT" "--zone=$ZONE")
 
-# `xpk workload list` prints a table, with a line of the run if there is one.
+# `xpk workload list` prints what it does, and a table of the runs that have the name in theirs.
 there() {
-  if exists 'no such thing' xpk workload list "${where[@]}" "--filter-by-job=^$NAME\$"; then
-    grep -qw -- "$NAME" <<<"$ANSWER"
-  else
-    return 1
-  fi
+  exists 'no such thing' xpk workload list "${where[@]}" "--filter-by-job=$NAME" &&
+    awk -v name="$NAME" '$1 == name { found = 1 } END { exit !found }' <<<"$ANSWER"
 }
 
 case $VERB in
@@ -63,7 +73,7 @@ case $VERB in
     case $TIER in
       on_demand) tier=--on-demand ;;
       spot) tier=--spot ;;
-      *) tier=--reservation=$TIER ;;
+      reserved) tier=--reservation=$RESERVATION ;;
     esac
     run xpk cluster create "${where[@]}" "--tpu-type=$ACCELERATOR" "--num-slices=$SLICES" "$tier"
     ;;

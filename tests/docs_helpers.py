@@ -13,7 +13,8 @@ from conftest import ROOT
 sys.path.append(str(ROOT / "docs"))
 import generate
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "launch/README.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 LANGUAGES = ("bash", "console", "python", "text")
 _BLOCK = re.compile(
     r"^(?:<!-- needs: (?P<needs>.+?) -->\n\n?)?^(?P<indent> *)```(?P<language>.*)\n"

@@ -131,6 +131,8 @@ def test_every_page_can_be_filled():
     for page in PAGES:
         text = generate.filled(page.read_text())
         assert not re.search("(?m)^<!-- (table|diagram|page|needs)", text), page
+    launching = generate.filled((ROOT / "docs" / "launching.md").read_text())
+    assert "*Needs a Google Cloud project, TPUs:*\n\n```bash\nlaunch/tpu_vm.sh create" in launching
     nav = (ROOT / "mkdocs.yml").read_text()
     pages = [page.relative_to(ROOT / "docs") for page in PAGES if ROOT / "docs" in page.parents]
     assert all(f" {page}\n" in nav for page in pages)

@@ -1,5 +1,6 @@
 """The page of launch/ with its commands, the manifest, and the scripts as shellcheck sees them."""
 
+import math
 import os
 import re
 import subprocess
@@ -7,7 +8,10 @@ import subprocess
 import pytest
 import yaml
 from conftest import ROOT
+from docs_helpers import blocks
 from launch_helpers import FLAG, GKE, RUN, Launch, has_shellcheck
+
+REPLICA = "--config.mesh.replica=4"
 
 
 @pytest.fixture
@@ -16,7 +20,7 @@ def launch(tmp_path) -> Launch:
 
 
 def test_the_manifest_of_several_slices(launch):
-    done = launch.bash("gke.sh", "render", FLAG, '--config.a="\\', **GKE)
+    done = launch.bash("gke.sh", "render", FLAG, REPLICA, '--config.a="\\', SLICES="2", **GKE)
     assert "@" not in done.stdout.split("\n", 1)[1]
     manifest = yaml.safe_load(done.stdout)
     assert manifest["metadata"]["name"] == "b"
@@ -28,7 +32,7 @@ def test_the_manifest_of_several_slices(launch):
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     trainer = ["python", "-m", "deltares_jax.train", f"--config={RUN['CONFIG']}"]
-    trainer += [f"--workdir={RUN['WORKDIR']}", "--config.train.platform=tpu", FLAG]
+    trainer += [f"--workdir={RUN['WORKDIR']}", "--config.train.platform=tpu", FLAG, REPLICA]
     assert container["command"] == ["launch/restart.sh", *trainer, '--config.a="\\']
     (rule,) = job["podFailurePolicy"]["rules"]
     final = rule["onExitCodes"]["values"]
@@ -36,14 +40,15 @@ def test_the_manifest_of_several_slices(launch):
     assert not {0, 1, 7, 134, 137, 139, 143, 144} & set(final)
 
 
-def test_commands_of_the_page(launch):
-    """With the variables that the page sets before, each script does what it is given there."""
-    text = (ROOT / "launch" / "README.md").read_text()
-    lines = (
-        "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).replace("\\\n", "").splitlines()
-    )
+@pytest.mark.parametrize("slice_type", ["v5p-128", "v6e-64"])
+def test_commands_of_the_page(launch, slice_type):
+    """In one shell, from top to bottom, each script does what it is given there."""
+    page = [block.text for block in blocks(ROOT / "launch" / "README.md")]
+    # What is for v6e stands after what is for v5p.
+    own = [text for text in page if slice_type == "v6e-64" or "v6e" not in text]
+    lines = "".join(own).replace("\\\n", "").splitlines()
     env: dict[str, str] = {}
-    scripts = []
+    scripts, printed = [], {}
     for line in lines:
         if line.startswith("export "):
             done = launch.bash("-c", f"{line}\nenv", **env)
@@ -54,6 +59,7 @@ def test_commands_of_the_page(launch):
             assert (done.returncode, done.stderr) == (0, ""), found
             assert done.stdout
             scripts.append(words[0])
+            printed[" ".join(words[:2])] = done.stdout
         for module, rest in re.findall(r"python -m deltares_jax\.(\S+)(.*)", line):
             text = (ROOT / "deltares_jax" / f"{module.replace('.', '/')}.py").read_text()
             for flag in re.findall(r"--(\w+)=", rest.replace("--config=", "")):
@@ -68,6 +74,14 @@ def test_commands_of_the_page(launch):
     made = {path.name for path in (ROOT / "launch").glob("*.sh")}
     assert set(scripts) == made - {"lib.sh", "restart.sh"}
     assert launch.calls() == []
+    # The JobSet is for the cluster that was made last.
+    assert f"--tpu-type={slice_type} --num-slices=2 " in printed["xpk.sh cluster"]
+    (slices,) = yaml.safe_load(printed["gke.sh render"])["spec"]["replicatedJobs"]
+    assert slices["replicas"] == 2
+    nodes = slices["template"]["spec"]["template"]["spec"]["nodeSelector"]
+    assert slice_type[:3] in nodes["cloud.google.com/gke-tpu-accelerator"]
+    sides = nodes["cloud.google.com/gke-tpu-topology"].split("x")
+    assert math.prod(map(int, sides)) == 64
 
 
 @pytest.mark.skipif(not has_shellcheck(), reason="shellcheck is not installed")
