@@ -3,8 +3,12 @@
 import os
 import pathlib
 import runpy
+import signal
 import subprocess
 import sys
+
+# A shell's background jobs ignore SIGINT, and so would all that is started from here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = pathlib.Path(__file__).parents[1]
 CACHE = ROOT / ".pytest_cache" / "xla"
