@@ -30,6 +30,7 @@ MARKER = re.compile(r"^<!-- (\w+): (.+?) -->$", re.MULTILINE)
 
 # The words of `needs`, and how a page says them.
 NEEDS = {
+    "checkout": "a checkout of the released code, and a Python with torch and transformers",
     "cloud": "a Google Cloud project",
     "docker": "Docker",
     "edit": "the edit above",
