@@ -30,19 +30,14 @@ import jax
 import numpy as np
 
 from deltares_jax import config as config_lib
+from deltares_jax.interop import hf_config
 from deltares_jax.models import variants
 from deltares_jax.parallel import mesh as mesh_lib
 from deltares_jax.parallel import sharding
 from deltares_jax.training import programs, step
 
-RELEASED = {
-    "baseline": "baseline",
-    "attnres_block": "block",
-    "attnres_full": "full",
-    "delta_attnres": "delta",
-    "delta_block_released": "delta_block",
-    "delta_replace": "delta_replace",
-    "full_additive": "full_additive",
+RELEASED = {"baseline": "baseline"} | {
+    ours: theirs for theirs, ours in hf_config.MODES.items() if theirs not in hf_config.OURS_ALONE
 }
 
 

@@ -1,6 +1,8 @@
 """What the tests of runs share."""
 
+import os
 import pathlib
+import signal
 
 import jax
 
@@ -33,3 +35,15 @@ def newest(folder: pathlib.Path):
 def saved(folder):
     names = [path.name for path in (folder / "checkpoints").iterdir()]
     return sorted(int(name) for name in names if name.isdigit())
+
+
+def stop_at(patch, step: int) -> None:
+    """This process gets SIGTERM when a step's numbers are read."""
+    real = metrics.Progress.update
+
+    def update(progress, row, number, seconds):
+        real(progress, row, number, seconds)
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    patch.setattr(metrics.Progress, "update", update)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT
-from run_helpers import newest
+from run_helpers import newest, stop_at
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
@@ -174,20 +174,6 @@ def test_resume_refuses_other_data(finished, monkeypatch):
         train(config, folder)
 
 
-class StopAt:
-    """Sends SIGTERM to this process when a step's numbers are read."""
-
-    def __init__(self, monkeypatch, step):
-        real = metrics.Progress.update
-
-        def update(progress, row, number, seconds):
-            real(progress, row, number, seconds)
-            if number == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        monkeypatch.setattr(metrics.Progress, "update", update)
-
-
 @pytest.mark.parametrize(
     ("name", "accumulation"),
     [
@@ -205,7 +191,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     train(tiny, tmp_path / "straight")
     for stop in (3, 6):
         with monkeypatch.context() as patch:
-            StopAt(patch, stop)
+            stop_at(patch, stop)
             with pytest.raises(signals.Stop, match="stopped by SIGTERM after step") as stopped:
                 train(tiny, tmp_path / "stopped")
             assert stopped.value.code == 143
@@ -302,7 +288,7 @@ def test_odd_depths_train_resume_and_show_their_routing(
     tiny.model.update({"num_layers": num_layers, "dtype": "bfloat16"})
     tiny.model.residual.update({"variant": name, "num_blocks": num_blocks})
     with monkeypatch.context() as patch:
-        StopAt(patch, 3)
+        stop_at(patch, 3)
         with pytest.raises(signals.Stop):
             train(tiny, tmp_path / "run")
     train(tiny, tmp_path / "run")

@@ -1,9 +1,7 @@
 """Runs whose folder is in a bucket, on one machine after the other."""
 
 import json
-import os
 import pathlib
-import signal
 
 import bucket_helpers
 import fsspec
@@ -11,6 +9,7 @@ import jax
 import numpy as np
 import process_helpers
 import pytest
+import run_helpers
 from etils import epath
 
 from deltares_jax import config as config_lib
@@ -46,18 +45,6 @@ def train(config, tmp_path, monkeypatch, capsys):
     return run
 
 
-def stop_at(patch, step: int) -> None:
-    """This process gets SIGTERM when a step's numbers are read."""
-    real = metrics.Progress.update
-
-    def update(progress, row, number, seconds):
-        real(progress, row, number, seconds)
-        if number == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    patch.setattr(metrics.Progress, "update", update)
-
-
 def steps_of(system, address: str) -> set[str]:
     names = (name.partition("/checkpoints/")[2] for name in system.find(address))
     return {name.split("/")[0] for name in names if name}
@@ -71,7 +58,7 @@ def test_a_run_in_a_bucket_is_that_in_a_folder(
     wanted, _ = train(tmp_path / "run")
 
     with monkeypatch.context() as patch:
-        stop_at(patch, 3)
+        run_helpers.stop_at(patch, 3)
         with pytest.raises(signals.Stop, match=f"SIGTERM after step {FIRST}, which") as stopped:
             train(address)
     assert stopped.value.code == 143

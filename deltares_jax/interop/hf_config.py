@@ -27,7 +27,7 @@ _DEFAULT_THETA = 10000.0  # of transformers, 4 and 5
 _LARGEST = 3e38  # of float32
 
 # Variants by the released code's mode; that code has no counterpart of the last two.
-_MODES = {
+MODES = {
     "block": "attnres_block",
     "full": "attnres_full",
     "delta": "delta_attnres",
@@ -37,7 +37,7 @@ _MODES = {
     "delta_block_paper": "delta_block",
     "attnres_cumulative": "attnres_cumulative",
 }
-_OURS_ALONE = ("delta_block_paper", "attnres_cumulative")
+OURS_ALONE = ("delta_block_paper", "attnres_cumulative")
 _GATES = {"bias": "none", "sigmoid_scalar": "scalar", "learnable_alpha": "alpha"}
 _DEFAULT_BLOCKS = 8  # of the released code
 _WITHOUT_NULL_SOURCE = ("block", "full", "delta_replace")  # the released code ignores it there
@@ -185,7 +185,7 @@ def _residual(values: dict[str, Any], where: str) -> tuple[dict[str, Any], list[
     mode = str(values.get("attnres_mode"))
     gate = str(values.get("attnres_gate_type", "bias"))
     for key, value, known in (
-        ("attnres_mode", mode, _MODES),
+        ("attnres_mode", mode, MODES),
         ("attnres_gate_type", gate, _GATES),
     ):
         if value not in known:
@@ -193,7 +193,7 @@ def _residual(values: dict[str, Any], where: str) -> tuple[dict[str, Any], list[
                 f"{where}: {key}={value!r} is not supported; it must be one of {', '.join(known)}"
                 + config_checks.nearest(value, known)
             )
-    residual = {"variant": _MODES[mode], "gate": _GATES[gate], "num_blocks": _DEFAULT_BLOCKS}
+    residual = {"variant": MODES[mode], "gate": _GATES[gate], "num_blocks": _DEFAULT_BLOCKS}
     if "attnres_num_blocks" in values:
         residual["num_blocks"] = _integer(values, "attnres_num_blocks", where)
     notes = []
@@ -239,7 +239,7 @@ def _layer_type(values: dict[str, Any]) -> str:
     if values.get("attnres_centered"):
         return "attnres_centered"
     mode = values.get("attnres_mode")
-    return mode if mode in _OURS_ALONE else "full_attention"
+    return mode if mode in OURS_ALONE else "full_attention"
 
 
 def is_ours_alone(values: dict[str, Any]) -> bool:
@@ -282,7 +282,7 @@ def write(
         **{key: source[key] for key in _PASSED_ON if source.get(key) is not None},
     }
     if kind == ROUTED:
-        modes = {ours: theirs for theirs, ours in _MODES.items()}
+        modes = {ours: theirs for theirs, ours in MODES.items()}
         gates = {ours: theirs for theirs, ours in _GATES.items()}
         values |= {
             "attnres_mode": modes[row.variant],

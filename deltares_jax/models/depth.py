@@ -202,10 +202,8 @@ def unrolled(
     for block, length in enumerate(variants.block_lengths(name, config.num_layers, num_blocks)):
         if config.remat == "full" and not capture:
             extent = block_rule.Extent(block, block * _per_block(config), length)
-            opened, apply_layer = state, functools.partial(_apply_layer, config)
-            state = block_rule.run_block(
-                config, apply_layer, extent, params, state, starts, context
-            )
+            opened, apply = state, functools.partial(_apply_layer, config)
+            state = block_rule.run_block(config, apply, extent, params, state, starts, context)
             state = residual.close_block(config, opened, state, block)
             starts = (*starts, opened)
             continue
