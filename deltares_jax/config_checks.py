@@ -153,13 +153,17 @@ def values(flat: Flat) -> None:
             raise ValueError(f"{key}={value} must be above 0")
         if key in MESH_AXES and value < 1 and value != -1:
             raise ValueError(f"{key}={value} must be at least 1, or -1 for all remaining devices")
-    if not flat["data.dir"].startswith(("gs://", "s3://")):
-        local_folder("data.dir", flat["data.dir"])
-    if not flat["init_from"].startswith(("gs://", "s3://")):
-        local_folder("init_from", flat["init_from"])
+    for key in ("data.dir", "init_from"):
+        if not in_bucket(flat[key]):
+            local_folder(key, flat[key])
     local_folder("train.compile_cache", flat["train.compile_cache"])
     if not flat["train.compile_cache"]:
         raise ValueError("train.compile_cache='' must be a folder, 'auto' or 'off'")
+
+
+def in_bucket(path: str) -> bool:
+    """Whether a path is an address in a bucket of a kind that is supported."""
+    return path.startswith(("gs://", "s3://"))
 
 
 def local_folder(key: str, path: str) -> None:

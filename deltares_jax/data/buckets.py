@@ -21,11 +21,6 @@ from deltares_jax.printing import one_line
 _NEEDS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # a module, and the extra that brings it
 
 
-def is_address(name: str) -> bool:
-    """Whether a data set, or a folder of them, is named by its address in a bucket."""
-    return name.startswith(("gs://", "s3://"))
-
-
 def fetch(asked: str, address: str) -> pathlib.Path:
     """The local copy of the data set at an address, made if need be.
 

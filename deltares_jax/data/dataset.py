@@ -13,6 +13,7 @@ from typing import Any
 
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
+from deltares_jax import config_checks
 from deltares_jax.data import buckets, build, manifest, names, pipeline, sources, tokens
 from deltares_jax.data.rows import Rows, TokenStream
 
@@ -223,9 +224,9 @@ def _open(config: FrozenConfigDict, key: str, name: str) -> Dataset:
 def _folder(config: FrozenConfigDict, asked: str, name: str) -> tuple[pathlib.Path, str]:
     """Where a data set is, and the source that it must be of; empty where it may be any."""
     data = config.data
-    if buckets.is_address(name):
+    if config_checks.in_bucket(name):
         return buckets.fetch(asked, name), ""
-    if buckets.is_address(data.dir):
+    if config_checks.in_bucket(data.dir):
         address = data.dir
         if not buckets.holds(asked, address):
             inside = manifest.folder_of(pathlib.Path(), name, data.tokenizer)

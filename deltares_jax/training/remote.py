@@ -17,6 +17,7 @@ import fsspec
 from etils import epath
 
 from deltares_jax import config as config_lib
+from deltares_jax import config_checks
 from deltares_jax.data import buckets
 from deltares_jax.printing import one_line
 from deltares_jax.training import s3
@@ -100,7 +101,7 @@ def home(folder: pathlib.Path) -> Any:
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is in a bucket."""
-    return buckets.is_address(str(path))
+    return config_checks.in_bucket(str(path))
 
 
 def whole(step: Any) -> bool:
