@@ -102,7 +102,11 @@ def test_a_signal_reaches_the_trainer_and_ends_the_loop(loop, number):
     trainer = loop.bin / "python"
     loop.tool(trainer, PATIENT.replace("TERM", number.name.removeprefix("SIG")))
     process = subprocess.Popen(
-        ["bash", "launch/restart.sh", str(trainer)], cwd=loop.root, env=loop.env
+        ["bash", "launch/restart.sh", str(trainer)],
+        cwd=loop.root,
+        env=loop.env,
+        # What is ignored when a shell starts stays so, as SIGHUP under nohup.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     loop.wait_for_start()
     process.send_signal(number)
