@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--torch_python", default=sys.executable)
     parser.add_argument("--no_compile", action="store_true", help="no torch.compile")
     args = parser.parse_args()
-    devices = jax.devices()
+    devices = mesh_lib.find_devices(read_config(args, "baseline"))
     with contextlib.ExitStack() as stack:
         runs, config, about = start(args, devices, stack)
         times = measure(args, runs)

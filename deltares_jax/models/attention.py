@@ -1,6 +1,6 @@
 """Causal attention that stays inside a document: one signature, several implementations.
 
-B batch, T queries, S keys, H query heads, K key/value heads, G = H/K, d head_dim.
+B batch, T queries, S keys, H query heads, K key/value heads, G = H/K, N = G · T, d head_dim.
 """
 
 import functools
@@ -56,18 +56,62 @@ def reference(
 def masked(
     q_BTHd: jax.Array, k_BSKd: jax.Array, v_BSKd: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
-    """Softmax attention [B, T, H, d] of T queries over those of S keys that the mask lets see."""
+    """Softmax attention [B, T, H, d] of T queries over those of S keys that the mask lets see.
+
+    The mask must let every query see a key.
+    """
     B, T, H, d = q_BTHd.shape
     K = k_BSKd.shape[2]
-    dtype = statistics_dtype(q_BTHd.dtype)
-    q_BTKGd = q_BTHd.reshape(B, T, K, H // K, d)
-    logits_BKGTS = jnp.einsum(
-        "btkgd,bskd->bkgts", q_BTKGd, k_BSKd, preferred_element_type=dtype
-    ) * (d**-0.5)
-    mask_BKGTS = mask_BTS[:, None, None]
-    logits_BKGTS = jnp.where(mask_BKGTS, logits_BKGTS, jnp.finfo(dtype).min)
-    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKd.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BSKd).reshape(B, T, H, d)
+    q_BTKGd = (q_BTHd * d**-0.5).reshape(B, T, K, H // K, d)
+    q_BKNd = q_BTKGd.transpose(0, 2, 3, 1, 4).reshape(B, K, -1, d)
+    out_BKNd = _average(q_BKNd, k_BSKd.swapaxes(1, 2), v_BSKd.swapaxes(1, 2), mask_BTS)
+    return out_BKNd.reshape(B, K, H // K, T, d).transpose(0, 3, 1, 2, 4).reshape(B, T, H, d)
+
+
+@jax.custom_vjp
+def _average(
+    q_BKNd: jax.Array, k_BKSd: jax.Array, v_BKSd: jax.Array, mask_BTS: jax.Array
+) -> jax.Array:
+    """What the N = G · T scaled queries of each key/value head read of its values, [B, K, N, d].
+
+    The derivative of the softmax is taken from the output, as in FlashAttention (arXiv 2205.14135,
+    section 3.1), and no matrix of scores is turned over: on a CPU that takes as long as a product.
+    """
+    return _average_forward(q_BKNd, k_BKSd, v_BKSd, mask_BTS)[0]
+
+
+def _average_forward(
+    q_BKNd: jax.Array, k_BKSd: jax.Array, v_BKSd: jax.Array, mask_BTS: jax.Array
+) -> tuple[jax.Array, Any]:
+    B, K, N, _ = q_BKNd.shape
+    dtype = statistics_dtype(q_BKNd.dtype)
+    logits_BKNS = jnp.einsum("bknd,bksd->bkns", q_BKNd, k_BKSd, preferred_element_type=dtype)
+    logits_BKGTS = logits_BKNS.reshape(B, K, -1, *mask_BTS.shape[1:])
+    logits_BKGTS = jnp.where(mask_BTS[:, None, None], logits_BKGTS, jnp.finfo(dtype).min)
+    logits_BKNS = logits_BKGTS.reshape(B, K, N, -1)
+    parts_BKNS = jnp.exp(logits_BKNS - jnp.max(logits_BKNS, axis=-1, keepdims=True))
+    share_BKN1 = 1 / jnp.sum(parts_BKNS, axis=-1, keepdims=True)
+    parts_BKNS = parts_BKNS.astype(v_BKSd.dtype)
+    out_BKNd = jnp.einsum("bkns,bksd->bknd", parts_BKNS, v_BKSd, preferred_element_type=dtype)
+    out_BKNd = (out_BKNd * share_BKN1).astype(v_BKSd.dtype)
+    return out_BKNd, (q_BKNd, k_BKSd, v_BKSd, parts_BKNS, share_BKN1, out_BKNd)
+
+
+def _average_backward(kept: Any, d_out_BKNd: jax.Array) -> tuple[Any, ...]:
+    q_BKNd, k_BKSd, v_BKSd, parts_BKNS, share_BKN1, out_BKNd = kept
+    dtype = share_BKN1.dtype
+    own_BKN1 = jnp.sum(d_out_BKNd.astype(dtype) * out_BKNd, axis=-1, keepdims=True)
+    d_weights_BKNS = jnp.einsum("bknd,bksd->bkns", d_out_BKNd, v_BKSd, preferred_element_type=dtype)
+    d_logits_BKNS = parts_BKNS * (share_BKN1 * (d_weights_BKNS - own_BKN1))
+    d_logits_BKNS = d_logits_BKNS.astype(q_BKNd.dtype)
+    d_q_BKNd = jnp.einsum("bkns,bksd->bknd", d_logits_BKNS, k_BKSd)
+    d_k_BKdS = jnp.einsum("bknd,bkns->bkds", q_BKNd, d_logits_BKNS)
+    shared_BKNd = (d_out_BKNd * share_BKN1).astype(v_BKSd.dtype)
+    d_v_BKdS = jnp.einsum("bknd,bkns->bkds", shared_BKNd, parts_BKNS)
+    return d_q_BKNd, d_k_BKdS.swapaxes(2, 3), d_v_BKdS.swapaxes(2, 3), None
+
+
+_average.defvjp(_average_forward, _average_backward)
 
 
 @functools.cache

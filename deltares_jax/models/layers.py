@@ -60,6 +60,25 @@ def _widen_backward(kept: Any, dy_BTF: jax.Array) -> tuple[jax.Array, jax.Array]
 widen.defvjp(_widen_forward, _widen_backward)
 
 
+@jax.custom_vjp
+def narrow(x_BTF: jax.Array, weight_FD: jax.Array) -> jax.Array:
+    """The product [B, T, D], where F is larger than D; see `widen`."""
+    return jnp.einsum("btf,fd->btd", x_BTF, weight_FD)
+
+
+def _narrow_forward(x_BTF: jax.Array, weight_FD: jax.Array) -> tuple[jax.Array, Any]:
+    return narrow(x_BTF, weight_FD), (x_BTF, weight_FD)
+
+
+def _narrow_backward(kept: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BTF, weight_FD = kept
+    d_weight_DF = lax.optimization_barrier(jnp.einsum("btd,btf->df", dy_BTD, x_BTF))
+    return jnp.einsum("btd,fd->btf", dy_BTD, weight_FD), d_weight_DF.T
+
+
+narrow.defvjp(_narrow_forward, _narrow_backward)
+
+
 def whole_rows(x_BTD: jax.Array) -> jax.Array:
     """Gathers along T; the first constraint keeps casts before the gathering of their result."""
     x_BTD = nn.with_logical_constraint(x_BTD, ("batch", "length", "embed"))
@@ -147,7 +166,7 @@ class MLP(nn.Module):
         up_BTF = checkpoint_name(up_BTF, "projection")
         hidden_BTF = nn.silu(gate_BTF) * up_BTF
         hidden_BTF = nn.with_logical_constraint(hidden_BTF, ("batch", None, "mlp"))
-        return jnp.einsum("btf,fd->btd", hidden_BTF, weight(self, "down", (F, D), cfg.dtype))
+        return narrow(hidden_BTF, weight(self, "down", (F, D), cfg.dtype))
 
 
 def apply_sublayer(

@@ -11,6 +11,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 from ml_collections.config_dict.config_dict import FrozenConfigDict
 
+from deltares_jax.parallel import host
+
 AXES = ("replica", "data", "fsdp", "tensor")
 BATCH_AXES = ("replica", "data", "fsdp")
 
@@ -151,6 +153,7 @@ def find_devices(
       ValueError: they are of another platform, or JAX can start none.
     """
     told = os.environ.get("JAX_PLATFORMS", "")
+    host.run_in_caller()
     try:
         devices = devices or jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter for cuda without a GPU
@@ -172,4 +175,6 @@ def find_devices(
             f"{text}{count} was asked for, but JAX found {len(devices)} {found} "
             f"({devices[0].device_kind}); {fix}"
         )
+    if found == "cpu":
+        host.keep_freed_memory()
     return devices

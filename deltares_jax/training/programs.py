@@ -19,6 +19,9 @@ from deltares_jax.parallel import chips, sharding
 from deltares_jax.parallel import report as report_lib
 from deltares_jax.training import metrics, step
 
+# Of YNNPACK the matrix products alone: its sums take longer than the loops that XLA writes.
+_CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+
 
 def set_up_jax(config: FrozenConfigDict) -> None:
     """Switches on float64 and the compile cache, as the config asks."""
@@ -123,8 +126,15 @@ def compiler_options(chip: chips.Chip | None) -> dict[str, str]:
 
 def compile_for(lowered: Any, mesh: Mesh, more: dict[str, Any] | None = None) -> Any:
     """Compiles a lowered step with the options of the mesh's chips, and with more of them."""
-    chip = chips.by_device_kind(mesh.devices.flat[0].device_kind)
-    return lowered.compile(compiler_options=compiler_options(chip) | (more or {}) or None)
+    device = mesh.devices.flat[0]
+    options = compiler_options(chips.by_device_kind(device.device_kind)) | (more or {})
+    if device.platform == "cpu":
+        try:
+            return lowered.compile(compiler_options=_CPU_OPTIONS | options)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):  # XLAs do not all have it
+                raise
+    return lowered.compile(compiler_options=options or None)
 
 
 class Programs:
