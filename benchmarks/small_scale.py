@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--table", choices=tuple(reports.ORDER), default="variants")
     parser.add_argument("--config", default="configs/debug.py")
     parser.add_argument("--set", default=SMALL, help="key=value,… over the config, in every run")
-    parser.add_argument("--steps", type=int, default=2000, help="of a run; 0: as the config says")
+    parser.add_argument("--steps", type=int, default=2400, help="of a run; 0: as the config says")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2, 4, 6, 12])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
