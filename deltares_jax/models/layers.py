@@ -72,6 +72,7 @@ def _narrow_forward(x_BTF: jax.Array, weight_FD: jax.Array) -> tuple[jax.Array, 
 
 def _narrow_backward(kept: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_BTF, weight_FD = kept
+    # The barrier keeps XLA from turning x over instead of the result.
     d_weight_DF = lax.optimization_barrier(jnp.einsum("btd,btf->df", dy_BTD, x_BTF))
     return jnp.einsum("btd,fd->btf", dy_BTD, weight_FD), d_weight_DF.T
 
