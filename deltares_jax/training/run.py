@@ -65,7 +65,7 @@ class Run:
         self.batches = pipeline.train_batches(
             data.rows, data.order, size, self.rows_seen, *place, workers
         )
-        self.unread: tuple[int, Any, Any] | None = None
+        self.unread: tuple[int, Any, Any, float | None] | None = None
         self.last_read = 0.0
 
     def close(self) -> None:
@@ -100,9 +100,9 @@ class Run:
             routed = tools.probe(number, state.params) if tools.probe else None
             self.move_on(number)
             self.read()
-            self.unread = (number, numbers, routed)
-            if numbers["loss"].is_ready():  # the CPU runs the step at once
-                self.read()
+            # On one CPU device the step ends here; elsewhere it has only begun.
+            ended = tools.clock.stepping() if numbers["loss"].is_ready() else None
+            self.unread = (number, numbers, routed, ended)
             if profile and number == profile[1]:
                 jax.block_until_ready(state)
                 jax.profiler.stop_trace()
@@ -182,13 +182,14 @@ class Run:
         self.tools.checkpoints.check()
         if self.unread is None:
             return
-        number, numbers, routed = self.unread
+        number, numbers, routed, ended = self.unread
         self.unread = None
         values = {key: value.item() for key, value in jax.device_get(numbers).items()}
         self.tools.watchdog.step()
         self.count_skipped(number, values)
         self.tokens_seen += int(values["tokens"])
-        stepping, clock = self.tools.clock.stepping(), self.tools.clock.seconds()
+        clock = self.tools.clock.seconds()
+        stepping = self.tools.clock.stepping() if ended is None else ended
         values["tokens_per_second"] = values["tokens"] / max(stepping - self.last_read, 1e-9)
         self.last_read = stepping
         values["tokens_seen"] = self.tokens_seen
