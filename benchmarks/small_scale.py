@@ -82,11 +82,11 @@ def cells(args: Any) -> list[Cell]:
     return rows
 
 
-def execute(line: list[str], log: pathlib.Path, alone: bool) -> float:
-    """Runs a command; returns the processor time that it took, in seconds.
+def execute(line: list[str], log: pathlib.Path, alone: bool) -> None:
+    """Runs a command; adds a line to *.seconds beside its log, the processor time that it took.
 
     Raises:
-      SystemExit: it failed.
+      SystemExit: it failed, or was stopped.
     """
     env = dict(os.environ)
     if not alone:  # a core each: threads that wait for each other would cost more
@@ -96,10 +96,11 @@ def execute(line: list[str], log: pathlib.Path, alone: bool) -> float:
         child = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
         _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
+    with log.with_suffix(".seconds").open("a") as file:
+        file.write(f"{usage.ru_utime + usage.ru_stime:.0f}\n")
     if child.returncode:
         tail = log.read_text().strip().splitlines()[-1:]
         raise SystemExit(f"error: {log}: exit code {child.returncode}: {''.join(tail)}")
-    return usage.ru_utime + usage.ru_stime
 
 
 def train(args: Any, more: list[str], cell: Cell, seed: int) -> tuple[Cell, int, reports.Result]:
@@ -111,10 +112,11 @@ def train(args: Any, more: list[str], cell: Cell, seed: int) -> tuple[Cell, int,
     line += [f"--config.{key}={value}" for key, value in settings.items()]
     folder.mkdir(parents=True, exist_ok=True)
     line += [*more, f"--workdir={folder / 'run'}"]
-    seconds = execute(line, folder / "log", args.jobs == 1)
-    with (folder / "processor_seconds").open("a") as file:  # a line each time it goes on
-        file.write(f"{seconds:.0f}\n")
-    used = sum(map(float, (folder / "processor_seconds").read_text().split()))
+    done, command = folder / "done", " ".join(line)
+    if not done.exists() or done.read_text() != command:
+        execute(line, folder / "log", args.jobs == 1)
+        done.write_text(command)
+    used = sum(map(float, (folder / "log.seconds").read_text().split()))
     return cell, seed, reports.result(metrics.read_rows(folder / "run"), used)
 
 
