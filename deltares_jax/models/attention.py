@@ -62,8 +62,7 @@ def masked(
     """
     B, T, H, d = q_BTHd.shape
     K = k_BSKd.shape[2]
-    q_BTKGd = (q_BTHd * d**-0.5).reshape(B, T, K, H // K, d)
-    q_BKNd = q_BTKGd.transpose(0, 2, 3, 1, 4).reshape(B, K, -1, d)
+    q_BKNd = q_BTHd.reshape(B, T, K, H // K, d).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, d)
     out_BKNd = _average(q_BKNd, k_BSKd.swapaxes(1, 2), v_BSKd.swapaxes(1, 2), mask_BTS)
     return out_BKNd.reshape(B, K, H // K, T, d).transpose(0, 3, 1, 2, 4).reshape(B, T, H, d)
 
@@ -72,7 +71,7 @@ def masked(
 def _average(
     q_BKNd: jax.Array, k_BKSd: jax.Array, v_BKSd: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
-    """What the N = G · T scaled queries of each key/value head read of its values, [B, K, N, d].
+    """What the N = G · T queries of each key/value head read of its values, [B, K, N, d].
 
     The derivative of the softmax is taken from the output, as in FlashAttention (arXiv 2205.14135,
     section 3.1), and no matrix of scores is turned over: on a CPU that takes as long as a product.
@@ -83,10 +82,10 @@ def _average(
 def _average_forward(
     q_BKNd: jax.Array, k_BKSd: jax.Array, v_BKSd: jax.Array, mask_BTS: jax.Array
 ) -> tuple[jax.Array, Any]:
-    B, K, N, _ = q_BKNd.shape
+    B, K, N, d = q_BKNd.shape
     dtype = statistics_dtype(q_BKNd.dtype)
     logits_BKNS = jnp.einsum("bknd,bksd->bkns", q_BKNd, k_BKSd, preferred_element_type=dtype)
-    logits_BKGTS = logits_BKNS.reshape(B, K, -1, *mask_BTS.shape[1:])
+    logits_BKGTS = (logits_BKNS * d**-0.5).reshape(B, K, -1, *mask_BTS.shape[1:])
     logits_BKGTS = jnp.where(mask_BTS[:, None, None], logits_BKGTS, jnp.finfo(dtype).min)
     logits_BKNS = logits_BKGTS.reshape(B, K, N, -1)
     parts_BKNS = jnp.exp(logits_BKNS - jnp.max(logits_BKNS, axis=-1, keepdims=True))
@@ -102,7 +101,8 @@ def _average_backward(kept: Any, d_out_BKNd: jax.Array) -> tuple[Any, ...]:
     dtype = share_BKN1.dtype
     own_BKN1 = jnp.sum(d_out_BKNd.astype(dtype) * out_BKNd, axis=-1, keepdims=True)
     d_weights_BKNS = jnp.einsum("bknd,bksd->bkns", d_out_BKNd, v_BKSd, preferred_element_type=dtype)
-    d_logits_BKNS = parts_BKNS * (share_BKN1 * (d_weights_BKNS - own_BKN1))
+    scaled_BKN1 = share_BKN1 * q_BKNd.shape[-1] ** -0.5
+    d_logits_BKNS = parts_BKNS * (scaled_BKN1 * (d_weights_BKNS - own_BKN1))
     d_logits_BKNS = d_logits_BKNS.astype(q_BKNd.dtype)
     d_q_BKNd = jnp.einsum("bkns,bksd->bknd", d_logits_BKNS, k_BKSd)
     d_k_BKdS = jnp.einsum("bknd,bkns->bkds", q_BKNd, d_logits_BKNS)
