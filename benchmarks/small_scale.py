@@ -49,7 +49,7 @@ GRID = {
 BLOCKS = "model.residual.num_blocks"
 SMALL = (
     "model.num_layers=12,model.width=96,model.num_heads=4,model.num_kv_heads=2,model.head_dim=24,"
-    f"model.mlp_width=256,{BLOCKS}=4,optim.warmup_steps=100,eval.every=200,eval.rows=256"
+    f"model.mlp_width=256,{BLOCKS}=4,optim.warmup_steps=100,eval.every=150,eval.rows=256"
 )
 
 
@@ -135,6 +135,14 @@ def routing(args: Any) -> list[str]:
     return reports.collapse(paths)
 
 
+def machine() -> str:
+    """The processor, as Linux names it, and its cores."""
+    info = pathlib.Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    wide = " with AVX-512" if info.exists() and "avx512f" in info.read_text() else ""
+    return f"{os.cpu_count()} cores ({names[0] if names else platform.machine()}{wide})"
+
+
 def text(args: Any, found: reports.Found, bigram: str, more: list[str]) -> str:
     """The text of a table's file."""
     runs = [run for of in found.values() for run in of.values()]
@@ -142,17 +150,26 @@ def text(args: Any, found: reports.Found, bigram: str, more: list[str]) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     minutes = sum(run.seconds for run in runs) / 60
     lines = [
-        f"`python benchmarks/small_scale.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
+        f"# {reports.TITLES[args.table]}",
         "",
-        f"{args.config} with {args.set or 'nothing changed'}; seeds {list(args.seeds)}; "
-        f"{runs[0].tokens / 1e6:.2f} M tokens a run. Python {platform.python_version()}, "
-        f"{versions}. {len(runs)} runs, {minutes:.0f} minutes of processor time in all, "
-        f"{args.jobs} at a time.",
+        "<!-- needs: hours -->",
+        "```bash",
+        f"python benchmarks/small_scale.py {' '.join(sys.argv[1:])}".rstrip(),
+        "```",
+        "",
+        f"`{args.config}` with `{args.set or 'nothing changed'}`; seeds "
+        f"{', '.join(map(str, args.seeds))}; {runs[0].tokens / 1e6:.2f} M tokens a run. "
+        f"Python {platform.python_version()}, {versions}. {len(runs)} runs, {minutes:.0f} minutes "
+        f"of processor time in all, {args.jobs} at a time on {machine()}.",
         "",
         *reports.markdown(found),
         "",
         f"An add-one bigram table of the training data has {bigram}. ± is the standard deviation "
         "over the seeds in the table; below, half of the mean's 95% interval (Student's t).",
+        "",
+        f"![held-out loss by step]({args.table}.png)",
+        "",
+        "## The paper's orderings, here",
         "",
         *reports.verdicts(args.table, found),
         *more,
@@ -189,7 +206,7 @@ def main() -> None:
     parser.add_argument("--table", choices=tuple(reports.ORDER), default="variants")
     parser.add_argument("--config", default="configs/debug.py")
     parser.add_argument("--set", default=SMALL, help="key=value,… over the config, in every run")
-    parser.add_argument("--steps", type=int, default=2400, help="of a run; 0: as the config says")
+    parser.add_argument("--steps", type=int, default=900, help="of a run; 0: as the config says")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2, 4, 6, 12])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
@@ -202,7 +219,10 @@ def main() -> None:
     found = run_all(args, more)
     log = args.out / f"{cells(args)[0].name()}-seed{args.seeds[0]}" / "log"
     bigram = re.search(r"table of the train split has (\S+)", log.read_text())
-    deep = ["", *routing(args)] if args.table == "variants" else []
+    deep = []
+    if args.table == "variants":
+        deep = ["", "## How sharply deep layers read", "", *routing(args), ""]
+        deep.append("![maximum weight by depth](collapse.png)")
     page = text(args, found, bigram[1] if bigram else "too many rows to count", deep)
     (args.out / f"{args.table}.md").write_text(page)
     plain = {label: {s: run._asdict() for s, run in of.items()} for label, of in found.items()}

@@ -32,6 +32,13 @@ ORDER = {
         ("outputs, add", "outputs, replace"),
     ),
 }
+# What is read in deep layers: these above that, by mean maximum weight.
+SHARPER = (("delta_block", "attnres_cumulative"), ("delta_attnres", "attnres_cumulative"))
+TITLES = {
+    "variants": "Variants at a small scale",
+    "blocks": "Numbers of blocks at a small scale",
+    "grid": "Sources and routing at a small scale",
+}
 DEEP = 2 / 3  # of the depth; readers from there on count as deep
 
 
@@ -90,28 +97,28 @@ def verdicts(table: str, found: Found) -> list[str]:
         if better not in found or other not in found:
             continue
         gains = [found[other][s].held_out - found[better][s].held_out for s in found[better]]
-        lines.append(f"- {better} below {other}: {_verdict(gains)}")
+        lines.append(f"- {better} below {other}: {_verdict(gains, ' nats')}")
     return lines
 
 
-def _verdict(gains: list[float]) -> str:
+def _verdict(gains: list[float], unit: str) -> str:
     mean, wins = statistics.fmean(gains), sum(gain > 0 for gain in gains)
     tail = f"{wins} of {len(gains)} seeds"
     if len(gains) < 2:
-        return f"not decided by one seed ({mean:+.4f} nats in its favour)."
+        return f"not decided by one seed ({mean:+.4f}{unit} in its favour)."
     error = statistics.stdev(gains) / len(gains) ** 0.5
     half = float(scipy.stats.t.ppf(0.975, len(gains) - 1)) * error
     word = "not decided"
     if abs(mean) > half:
         word = "holds" if mean > 0 else "does not hold, the other way round"
-    return f"{word} ({mean:+.4f} ± {half:.4f} nats in its favour; {tail})."
+    return f"{word} ({mean:+.4f} ± {half:.4f}{unit} in its favour; {tail})."
 
 
 def collapse(paths: list[pathlib.Path]) -> list[str]:
     """The mean maximum weight of deep readers from the numbers of `routing`, a file for each seed.
 
     Returns:
-      lines of Markdown: for each variant its mean and spread over the files.
+      lines of Markdown: for each variant its mean and spread over the files; which are higher.
     """
     by_variant: dict[str, list[float]] = {}
     for path in paths:
@@ -121,7 +128,14 @@ def collapse(paths: list[pathlib.Path]) -> list[str]:
             deep = [r["max_weight"] for r in readers if r["depth"] >= start]
             by_variant.setdefault(one["variant"], []).append(statistics.fmean(deep))
     lines = ["| | mean maximum weight of readers in the last third |", "|---|---|"]
-    return lines + [f"| {name} | {spread(values)} |" for name, values in by_variant.items()]
+    lines += [f"| {name} | {spread(values)} |" for name, values in by_variant.items()]
+    lines.append("")
+    for higher, other in SHARPER:
+        if higher in by_variant and other in by_variant:
+            pairs = zip(by_variant[higher], by_variant[other], strict=True)
+            gains = [one - less for one, less in pairs]
+            lines.append(f"- {higher} above {other}: {_verdict(gains, '')}")
+    return lines
 
 
 def draw(found: Found, path: pathlib.Path) -> None:

@@ -36,6 +36,7 @@ NEEDS = {
     "edit": "the edit above",
     "gpu": "GPUs",
     "hosts": "several machines",
+    "hours": "hours of processor time",
     "install": "an installation by pip or uv",
     "libtpu": "the extra `tpu` and minutes of compilation",
     "minutes": "minutes of processor time",
