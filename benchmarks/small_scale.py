@@ -21,6 +21,7 @@ import pathlib
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +52,8 @@ SMALL = (
     "model.num_layers=12,model.width=96,model.num_heads=4,model.num_kv_heads=2,model.head_dim=24,"
     f"model.mlp_width=256,{BLOCKS}=4,optim.warmup_steps=100,eval.every=150,eval.rows=256"
 )
+
+RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
 class Cell(NamedTuple):
@@ -94,7 +97,9 @@ def execute(line: list[str], log: pathlib.Path, alone: bool) -> None:
         env["OMP_NUM_THREADS"] = "1"
     with log.open("a") as file:
         child = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
+        RUNNING.add(child)
         _, status, usage = os.wait4(child.pid, 0)
+        RUNNING.discard(child)
     child.returncode = os.waitstatus_to_exitcode(status)
     with log.with_suffix(".seconds").open("a") as file:
         file.write(f"{usage.ru_utime + usage.ru_stime:.0f}\n")
@@ -177,6 +182,13 @@ def text(args: Any, found: reports.Found, bigram: str, more: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def stop(*_: Any) -> None:
+    """SIGTERM: the runs get it too, save and end; Ctrl-C reaches them without help."""
+    for child in tuple(RUNNING):
+        child.terminate()
+    raise SystemExit("stopped; the same command goes on")
+
+
 def run_all(args: Any, more: list[str]) -> reports.Found:
     """Runs what is missing of a table, the cells of one seed after those of another."""
     jobs = list(itertools.product(args.seeds, cells(args)))
@@ -216,6 +228,7 @@ def main() -> None:
     if args.quick:
         args.steps, args.seeds, args.out = 110, args.seeds[:1], args.out / "quick"
     args.out = args.out.absolute()
+    signal.signal(signal.SIGTERM, stop)
     found = run_all(args, more)
     log = args.out / f"{cells(args)[0].name()}-seed{args.seeds[0]}" / "log"
     bigram = re.search(r"table of the train split has (\S+)", log.read_text())

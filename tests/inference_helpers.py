@@ -9,8 +9,8 @@ import sys
 import jax
 import numpy as np
 from conftest import ROOT
+from model_helpers import init, randomise
 from process_helpers import free_port
-from test_model import init, randomise
 
 from deltares_jax import config as config_lib
 from deltares_jax.inference import trained

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from test_model import init, randomise
+from model_helpers import init, randomise
 
 from deltares_jax import config as config_lib
 from deltares_jax.models import readings

@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -94,6 +95,31 @@ def test_small_scale_reuses_the_runs_that_tables_share(tmp_path):
     # N = 2 is what the recipe has, so the sweep makes one run only.
     assert {path: path.stat().st_mtime for path in before} == before
     assert len(list(tmp_path.glob("*/run/metrics.jsonl"))) == len(before) + 1
+
+
+@pytest.mark.slow
+def test_small_scale_takes_its_runs_along_when_it_is_stopped(tmp_path):
+    line = [sys.executable, str(FOLDER / "small_scale.py"), f"--out={tmp_path}", "--seeds", "0"]
+    line += [f"--set={TINY},optim.warmup_steps=1,eval.rows=8", "--steps=100000"]
+    tool = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    try:
+        rows = [
+            tmp_path / f"{name}-seed0/run/metrics.jsonl" for name in ("baseline", "attnres_block")
+        ]
+        end = time.monotonic() + 200
+        while not all(path.exists() and path.read_text() for path in rows):
+            assert tool.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.5)
+    finally:
+        tool.terminate()
+    assert "stopped; the same command goes on" in tool.communicate(timeout=60)[1]
+    for path in rows:  # both saved, and neither goes on
+        assert any((path.parent / "checkpoints").iterdir()), path
+        assert not (path.parent.parent / "done").exists()
+        after = path.read_text()
+        time.sleep(1)
+        assert path.read_text() == after
 
 
 @pytest.mark.slow

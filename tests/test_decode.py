@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_model import OPTIONS, init, inputs, logits, make, plain_variants, randomise
+from model_helpers import OPTIONS, init, inputs, logits, make, plain_variants, randomise
 
 from deltares_jax.models import decode, transformer, variants
 

@@ -7,17 +7,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import run_helpers
 from conftest import tiny_config
-from run_helpers import newest, train
+from run_helpers import log, newest, train
 
 from deltares_jax import config as config_lib
 from deltares_jax import load
 from deltares_jax.training import checkpoint, start
-
-
-def log(folder):
-    return run_helpers.log(folder)[0]
 
 
 def assert_same_params(a, b):
@@ -68,7 +63,7 @@ def test_weights_of_another_run_start_a_run_of_its_own(source, still, tmp_path, 
     train(still, tmp_path / "run", devices)
     assert_same_params(load(tmp_path / "run"), load(source, step=4))
     assert "source@4, the rest fresh (no own checkpoint)" in capsys.readouterr().out
-    assert sorted(log(tmp_path / "run")) == [1, 2, 3]
+    assert sorted(log(tmp_path / "run")[0]) == [1, 2, 3]
     assert newest(tmp_path / "run")[1]["rows_seen"] == 3 * 8
 
 
@@ -76,7 +71,7 @@ def test_fork_with_optimizer_and_position_is_the_run_itself(source, constant, tm
     """Unless something is changed: then it leaves the run at that step, and says how."""
     constant.init_from, constant.init_optimizer = f"{source}@3", True
     train(constant, tmp_path / "same")
-    assert log(tmp_path / "same") == {s: row for s, row in log(source).items() if s > 3}
+    assert log(tmp_path / "same")[0] == {s: row for s, row in log(source)[0].items() if s > 3}
     assert_same_params(load(tmp_path / "same"), load(source))
 
     constant.optim.update({"schedule": "wsd", "cooldown_steps": 2})
@@ -87,10 +82,10 @@ def test_fork_with_optimizer_and_position_is_the_run_itself(source, constant, tm
     assert "source@3, with optimizer and position" in printed
     assert "changed: optim.schedule: constant → wsd" in printed
     assert "learning rate of the next step: 1.000e-03 → 5.000e-04" in printed
-    cooled = log(tmp_path / "cooled")
+    cooled = log(tmp_path / "cooled")[0]
     assert sorted(cooled) == [4, 5]
-    assert cooled[4][0] == log(source)[4][0]  # the loss before the first changed update
-    assert cooled[5][1] == 0.0
+    assert cooled[4]["loss"] == log(source)[0][4]["loss"]  # before the first changed update
+    assert cooled[5]["learning_rate"] == 0.0
 
 
 def test_own_checkpoints_come_before_init_from(source, constant, tmp_path, capsys):
@@ -103,7 +98,7 @@ def test_own_checkpoints_come_before_init_from(source, constant, tmp_path, capsy
     train(constant, tmp_path / "run")
     printed = capsys.readouterr().out
     assert "resumed at step 4 (own checkpoints come first; init_from=" in printed
-    assert sorted(log(tmp_path / "run")) == [1, 2, 3, 4, 5]
+    assert sorted(log(tmp_path / "run")[0]) == [1, 2, 3, 4, 5]
 
 
 def weights_alone(source, folder):

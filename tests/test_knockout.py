@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 from inference_helpers import open_run, write_run
-from test_model import init, make, randomise
+from model_helpers import init, make, randomise
 
 from deltares_jax.data import dataset
 from deltares_jax.inference import held_out, knockout, measured, scorer

@@ -6,78 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from ml_collections import FrozenConfigDict
+from model_helpers import (
+    all_variants,
+    init,
+    inputs,
+    logits,
+    make,
+    plain_variants,
+    randomise,
+)
 
-from deltares_jax.models import depth, sizes, transformer, variants
+from deltares_jax.models import depth, transformer, variants
 from deltares_jax.training import losses
-
-OPTIONS = [
-    ("baseline", {}),
-    ("delta_attnres", {}),
-    ("delta_attnres", {"null_source": True, "gate": "scalar"}),
-    ("delta_attnres", {"centered": True}),
-    ("delta_block", {}),
-    ("delta_block", {"null_source": True, "gate": "alpha"}),
-    ("delta_block", {"centered": True, "gate": "scalar"}),
-    ("attnres_block", {}),
-    ("attnres_full", {}),
-    ("attnres_cumulative", {}),
-    ("full_additive", {}),
-    ("full_additive", {"centered": True}),
-    ("delta_replace", {}),
-    ("delta_block_released", {}),
-]
-IDS = ["-".join([name, *options]) for name, options in OPTIONS]
-SLOW = [
-    pytest.param(*case, marks=pytest.mark.slow if case[1] else (), id=name)
-    for case, name in zip(OPTIONS, IDS, strict=True)
-]
-plain_variants = pytest.mark.parametrize(("name", "options"), SLOW)  # those with options: slow
-all_variants = pytest.mark.parametrize(("name", "options"), OPTIONS, ids=IDS)
-
-
-def make(tiny, name="delta_block", num_layers=4, num_blocks=2, **changes) -> FrozenConfigDict:
-    config = tiny.model
-    residual = {
-        k: changes.pop(k) for k in ("null_source", "gate", "centered", "kernel") if k in changes
-    }
-    config.update({"num_layers": num_layers, "vocab_size": 97, **changes})
-    config.residual.update({"variant": name, "num_blocks": num_blocks, **residual})
-    return FrozenConfigDict(config)
-
-
-init = jax.jit(transformer.init, static_argnums=0)
-
-
-def randomise(params, seed=1, scale=0.3):
-    """Random values everywhere, so that queries, gates and null sources matter."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    new = [
-        p + scale * jax.random.normal(k, p.shape, p.dtype)
-        for p, k in zip(leaves, keys, strict=True)
-    ]
-    return jax.tree.unflatten(tree, new)
-
-
-def inputs(B=2, T=12, seed=0, segments=None):
-    ids_BT = np.random.default_rng(seed).integers(0, 97, (B, T))
-    segments_BT = np.ones((B, T), np.int32) if segments is None else np.asarray(segments)
-    starts = np.diff(segments_BT, axis=1, prepend=0) != 0
-    index = np.broadcast_to(np.arange(T), (B, T))
-    positions_BT = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
-    return ids_BT, positions_BT, segments_BT
-
-
-def logits(config, params, batch):
-    @jax.jit
-    def forward(params, *batch):
-        hidden_BTD = transformer.apply(config, params, *batch).hidden_BTD
-        head_VD = transformer.head(params).astype(hidden_BTD.dtype)
-        return jnp.einsum("btd,vd->btv", hidden_BTD, head_VD)
-
-    return np.asarray(forward(params, *batch), np.float32)
 
 
 def query_gradients(config, params, batch):
@@ -337,55 +278,3 @@ def test_loss_equals_the_one_from_whole_logits_and_never_holds_them(tiny, monkey
     text = str(jax.make_jaxpr(jax.grad(lambda p: chunked(p).loss))(params))
     assert "1,2,12,128]" in text  # a chunk of the logits
     assert not re.search(r"2,12,(300|384)\]", text)
-
-
-@pytest.mark.parametrize("size", sizes.SIZES)
-@pytest.mark.parametrize("name", ["baseline", "delta_block", "attnres_full"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_counted_parameters_are_those_of_the_tree(tiny, size, name, tied):
-    num_layers = sizes.SIZES[size]["num_layers"]
-    config = make(tiny, name, num_layers, tied=tied)
-    options = {"null_source": True, "gate": "scalar"} if name == "delta_block" else {}
-    model = {**config.to_dict(), **sizes.SIZES[size], "vocab_size": 151936}
-    model["residual"].update(options)
-    config = FrozenConfigDict(model)
-    shapes = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
-    assert sum(sizes.parameter_counts(config).values()) == sum(
-        p.size for p in jax.tree.leaves(shapes)
-    )
-
-
-def test_sizes_are_the_published_ones(tiny):
-    published = {"220m": 220.5, "533m": 533.1, "600m": 596.0, "1b": 1043.8, "7b": 7568.0}
-    for size, millions in published.items():
-        model = {**make(tiny, "baseline").to_dict(), **sizes.SIZES[size], "vocab_size": 151936}
-        total = sum(sizes.parameter_counts(FrozenConfigDict(model)).values()) / 1e6
-        assert abs(total - millions) < 0.5e-3 * millions, size
-
-
-def test_flops_are_those_of_the_matmuls(tiny):
-    """Against XLA's own count of a forward pass without attention's masked half."""
-    config = make(tiny, "baseline")
-    params = init(config, jax.random.key(0))
-    B, T = 2, 12
-
-    def forward(params):
-        hidden_BTD = transformer.apply(config, params, *inputs(B, T)).hidden_BTD
-        return jnp.einsum("btd,vd->btv", hidden_BTD, transformer.head(params))
-
-    def count(jaxpr):
-        flops = 0
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "dot_general":
-                (contracted, _), _ = equation.params["dimension_numbers"]
-                left = equation.invars[0].aval.shape
-                inner = int(np.prod([left[i] for i in contracted]))
-                flops += 2 * inner * equation.outvars[0].aval.size
-            for inner in jaxprs_in_params(equation.params):
-                flops += equation.params.get("length", 1) * count(inner)
-        return flops
-
-    flops = count(jax.make_jaxpr(forward)(params).jaxpr)
-    counted = sizes.flops_per_token(config, T)["model"] / 3 * B * T
-    other_half = 2 * config.num_layers * config.num_heads * config.head_dim * T * B * T
-    assert counted + other_half == flops

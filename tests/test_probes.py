@@ -5,9 +5,9 @@ import json
 import jax
 import numpy as np
 import pytest
+from model_helpers import init
 from routing_helpers import EMBEDDING_NORM, known_params, logits_by_reader, small
 from run_helpers import losses, train
-from test_model import init
 
 from deltares_jax import config as config_lib
 from deltares_jax import load

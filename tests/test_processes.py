@@ -87,10 +87,10 @@ def test_run_goes_on_with_another_number_of_processes(tmp_path):
         assert newest(tmp_path / "run")[1]["rows_seen"] == 8 * steps
     parts, straight = log(tmp_path / "run")[0], log(tmp_path / "whole" / "run")[0]
     assert sorted(parts) == sorted(straight)
-    for step, (loss, rate, _, tokens) in straight.items():
-        assert parts[step][0] == pytest.approx(loss, rel=1e-6)
-        assert parts[step][1] == rate
-        assert parts[step][3] == tokens
+    for step, row in straight.items():
+        assert parts[step]["loss"] == pytest.approx(row["loss"], rel=1e-6)
+        for name in ("learning_rate", "tokens_seen"):
+            assert parts[step][name] == row[name]
 
 
 @pytest.mark.slow
