@@ -191,8 +191,10 @@ def stop(*_: Any) -> None:
 
 def run_all(args: Any, more: list[str]) -> reports.Found:
     """Runs what is missing of a table, the cells of one seed after those of another."""
-    jobs = list(itertools.product(args.seeds, cells(args)))
-    found: reports.Found = {cell.label: {} for _, cell in jobs}
+    rows = cells(args)
+    # Further down a cell costs more: begun first, so that no core waits long at the end.
+    jobs = list(itertools.product(args.seeds, reversed(rows)))
+    found: reports.Found = {cell.label: {} for cell in rows}
     begun = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         runs = [pool.submit(train, args, more, cell, seed) for seed, cell in jobs]

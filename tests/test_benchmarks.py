@@ -104,7 +104,8 @@ def test_small_scale_takes_its_runs_along_when_it_is_stopped(tmp_path):
     tool = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
     try:
         rows = [
-            tmp_path / f"{name}-seed0/run/metrics.jsonl" for name in ("baseline", "attnres_block")
+            tmp_path / f"{name}-seed0/run/metrics.jsonl"
+            for name in ("delta_attnres", "delta_block")
         ]
         end = time.monotonic() + 200
         while not all(path.exists() and path.read_text() for path in rows):
