@@ -118,17 +118,26 @@ def collapse(paths: list[pathlib.Path]) -> list[str]:
     """The mean maximum weight of deep readers from the numbers of `routing`, a file for each seed.
 
     Returns:
-      lines of Markdown: for each variant its mean and spread over the files; which are higher.
+      lines of Markdown: for each variant its mean and spread over the files, and the mean of one
+      over the number of sources; which are higher.
     """
     by_variant: dict[str, list[float]] = {}
+    equal: dict[str, float] = {}
     for path in paths:
         for one in json.loads(path.read_text())["runs"]:
             readers = [reader for reader in one["readers"] if reader["name"] != "final"]
             start = DEEP * max(reader["depth"] for reader in readers)
-            deep = [r["max_weight"] for r in readers if r["depth"] >= start]
-            by_variant.setdefault(one["variant"], []).append(statistics.fmean(deep))
-    lines = ["| | mean maximum weight of readers in the last third |", "|---|---|"]
-    lines += [f"| {name} | {spread(values)} |" for name, values in by_variant.items()]
+            deep = [reader for reader in readers if reader["depth"] >= start]
+            mean = statistics.fmean(reader["max_weight"] for reader in deep)
+            by_variant.setdefault(one["variant"], []).append(mean)
+            equal[one["variant"]] = statistics.fmean(1 / len(reader["sources"]) for reader in deep)
+    lines = [
+        "| | mean maximum weight of readers in the last third | if all sources weighed the same |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {spread(values)} | {equal[name]:.4f} |" for name, values in by_variant.items()
+    ]
     lines.append("")
     for higher, other in SHARPER:
         if higher in by_variant and other in by_variant:
@@ -153,6 +162,8 @@ def draw(found: Found, path: pathlib.Path) -> None:
         bottom.plot(list(mean), [loss - base[step] for step, loss in mean.items()], lw=1.2)
     top.set(ylabel="held-out loss, nats per token", yscale="log")
     bottom.set(xlabel="step", ylabel=f"minus {next(iter(found))}")
+    for which in (top.yaxis.set_major_formatter, top.yaxis.set_minor_formatter):
+        which("{x:.1f}")
     top.legend(frameon=False, fontsize=8)
     for axes in (top, bottom):
         axes.grid(alpha=0.3)

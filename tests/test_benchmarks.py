@@ -60,14 +60,23 @@ def test_the_table_has_means_spreads_and_differences_within_seeds(reports):
 
 
 def test_deep_readers_are_those_of_the_last_third(reports, tmp_path):
-    readers = [{"name": f"{n}", "depth": n, "max_weight": n / 10} for n in range(1, 7)]
-    readers.append({"name": "final", "depth": 7, "max_weight": 1.0})
+    readers = [
+        {"name": f"{n}", "depth": n, "max_weight": n / 10, "sources": n * ["a source"]}
+        for n in range(1, 7)
+    ]
+    readers.append({"name": "final", "depth": 7, "max_weight": 1.0, "sources": ["a source"]})
     paths = []
     for seed in range(2):
-        run = {"variant": "delta_attnres", "readers": readers}
+        runs = [{"variant": "attnres_cumulative", "readers": readers}]
+        sharper = [{**reader, "max_weight": reader["max_weight"] + 0.2} for reader in readers]
+        runs.append({"variant": "delta_attnres", "readers": sharper})
         paths.append(tmp_path / f"{seed}.json")
-        paths[-1].write_text(json.dumps({"runs": [run]}))
-    assert reports.collapse(paths)[-1] == "| delta_attnres | 0.5000 ± 0.0000 |"
+        paths[-1].write_text(json.dumps({"runs": runs}))
+    *_, plain, delta, _, order = reports.collapse(paths)
+    mean = (1 / 4 + 1 / 5 + 1 / 6) / 3
+    assert plain == f"| attnres_cumulative | 0.5000 ± 0.0000 | {mean:.4f} |"
+    assert delta.startswith("| delta_attnres | 0.7000 ± 0.0000 |")
+    assert order.startswith("- delta_attnres above attnres_cumulative: holds (+0.2000 ± 0.0000 in")
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
