@@ -52,7 +52,7 @@ SMALL = (
     "model.num_layers=12,model.width=96,model.num_heads=4,model.num_kv_heads=2,model.head_dim=24,"
     f"model.mlp_width=256,{BLOCKS}=4,optim.warmup_steps=100,eval.every=150,eval.rows=256"
 )
-
+# What SIGTERM has to reach.
 RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
@@ -142,10 +142,11 @@ def routing(args: Any) -> list[str]:
 
 def machine() -> str:
     """The processor, as Linux names it, and its cores."""
-    info = pathlib.Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    wide = " with AVX-512" if info.exists() and "avx512f" in info.read_text() else ""
-    return f"{os.cpu_count()} cores ({names[0] if names else platform.machine()}{wide})"
+    path = pathlib.Path("/proc/cpuinfo")
+    told = path.read_text() if path.exists() else ""
+    name = re.search(r"model name\s*: (.*)", told)
+    wide = " with AVX-512" if "avx512f" in told else ""
+    return f"{os.cpu_count()} cores ({name[1] if name else platform.machine()}{wide})"
 
 
 def text(args: Any, found: reports.Found, bigram: str, more: list[str]) -> str:
@@ -191,10 +192,8 @@ def stop(*_: Any) -> None:
 
 def run_all(args: Any, more: list[str]) -> reports.Found:
     """Runs what is missing of a table, the cells of one seed after those of another."""
-    rows = cells(args)
-    # Further down a cell costs more: begun first, so that no core waits long at the end.
-    jobs = list(itertools.product(args.seeds, reversed(rows)))
-    found: reports.Found = {cell.label: {} for cell in rows}
+    jobs = list(itertools.product(args.seeds, cells(args)))
+    found: reports.Found = {cell.label: {} for _, cell in jobs}
     begun = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         runs = [pool.submit(train, args, more, cell, seed) for seed, cell in jobs]

@@ -11,8 +11,9 @@ from deltares_jax.training import checkpoint, loop, metrics
 
 
 def train(config, folder, devices: int | None = 1):
-    """Trains on that many devices; None: on all."""
-    return loop.train(config_lib.resolve(config), str(folder), devices=jax.devices()[:devices])
+    """Trains on that many devices; None: on those that the run finds itself."""
+    given = None if devices is None else jax.devices()[:devices]
+    return loop.train(config_lib.resolve(config), str(folder), devices=given)
 
 
 def log(folder):

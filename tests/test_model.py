@@ -7,15 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import FrozenConfigDict
-from model_helpers import (
-    all_variants,
-    init,
-    inputs,
-    logits,
-    make,
-    plain_variants,
-    randomise,
-)
+from model_helpers import all_variants, init, inputs, logits, make, plain_variants, randomise
 
 from deltares_jax.models import depth, transformer, variants
 from deltares_jax.training import losses

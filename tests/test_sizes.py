@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from ml_collections import FrozenConfigDict
-from model_helpers import (
-    init,
-    inputs,
-    make,
-)
+from model_helpers import init, inputs, make
 
 from deltares_jax.models import sizes, transformer
 
